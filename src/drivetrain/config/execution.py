@@ -1,0 +1,46 @@
+"""How the same computation is executed: parallelism, overlap, fusion, memory, precision."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from drivetrain.config.base import Count, Section
+
+__all__ = ["FusionConfig", "MemoryConfig", "OverlapConfig", "ParallelismConfig", "PrecisionConfig"]
+
+
+class ParallelismConfig(Section):
+    """How many processes share the work."""
+
+    data_parallel_size: Count | None = Field(default=None, ge=1, le=1_048_576)
+    """Data-parallel ranks. Derived when absent: the number of processes that were started."""
+    distributed_timeout_minutes: float = Field(default=10.0, gt=0, le=1440)
+    """A collective that takes longer ends the run."""
+
+
+class OverlapConfig(Section):
+    """Communication while computing."""
+
+    bucket_size_mb: float = Field(default=25.0, gt=0, le=1_048_576)
+    """Gradients are reduced in buckets of this many MB (1e6 bytes) while backward runs."""
+
+
+class FusionConfig(Section):
+    """Fused operators."""
+
+    compile: bool = False
+    """Compile each transformer block with torch.compile (the first step takes longer)."""
+
+
+class MemoryConfig(Section):
+    """What may be alive at once."""
+
+    device_memory_limit_bytes: Count | None = Field(default=None, ge=1)
+    """Live tensor bytes above this raise OutOfMemory. Absent: the device's own limit."""
+
+
+class PrecisionConfig(Section):
+    """Dtypes of the computation. Master weights, gradients and optimizer state stay fp32."""
+
+    params_dtype: Literal["fp32", "bf16"] = "bf16"
+    """Compute dtype of matrix products and activations."""

@@ -1,0 +1,44 @@
+"""What surrounds the computation: checkpoint, monitor, run."""
+
+from pydantic import Field
+
+from drivetrain.config.base import Count, Section
+
+__all__ = ["CheckpointConfig", "MonitorConfig", "RunSectionConfig"]
+
+
+class CheckpointConfig(Section):
+    """When state is saved, and what a run starts from."""
+
+    save_interval: Count = Field(default=0, ge=0, le=1_000_000_000)
+    """Steps between checkpoints. 0: only at the end and when interrupted."""
+    keep_latest_k: Count = Field(default=2, ge=1, le=1_000_000)
+    """How many checkpoints stay on disk."""
+    initial_load_path: str | None = Field(default=None, min_length=1)
+    """A Hugging Face folder whose weights the run starts from. Absent: initialised from run.seed."""
+
+
+class MonitorConfig(Section):
+    """What is logged while training."""
+
+    log_interval: Count = Field(default=1, ge=1, le=1_000_000)
+    """Steps between records in metrics.jsonl and lines in the log."""
+    log_rank_times: bool = False
+    """Each rank writes its own step, wait and data-wait times to ranks/."""
+
+
+class RunSectionConfig(Section):
+    """Identity and reproducibility of the run."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Part of the run directory's name. Derived when absent: the preset's or the file's name."""
+    runs_dir: str = Field(default="runs", min_length=1)
+    """Folder in which run directories are made."""
+    seed: Count = Field(default=1234, ge=0, le=2**63 - 1)
+    """Seed of the initial weights, of dropout and of the data order."""
+    deterministic: bool = False
+    """Only deterministic algorithms: the same run on the same machine gives the same bits."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda)$")
+    """Device type to train on. auto: cuda where there is one, else cpu."""
+    num_threads: Count | None = Field(default=None, ge=1, le=4096)
+    """Compute threads of each process on a CPU. Derived when absent: the usable cores divided by the local processes."""

@@ -1,0 +1,48 @@
+# The two commands of a fresh machine: make demo, make test. Each makes .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where pip finds torch, for example: make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+TORCH_INDEX ?=
+
+.PHONY: demo test test-long lint bench docs clean
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'Drivetrain needs Python 3.11 or newer; set PYTHON=python3.11')"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_INDEX) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev]"
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,bench]"
+	touch $@
+
+demo: $(VENV)/.base
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -m long
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/run_all.py
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m drivetrain.config.docs
+	$(BIN)/python -m drivetrain.measure.metrics
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

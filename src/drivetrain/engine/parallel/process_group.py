@@ -1,0 +1,158 @@
+"""The processes of a run: their ranks, the group they form, and small messages between them.
+
+``torchrun`` describes each process in its environment. A run of one process forms no group at all, so
+that the plain case depends on nothing.
+"""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.errors import EnvironmentFault
+
+__all__ = ["PendingSum", "ProcessGroup", "Ranks", "join"]
+
+_TEXT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Place of this process in the run, as torchrun's environment gives it."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    @staticmethod
+    def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+        """True when RANK, LOCAL_RANK and WORLD_SIZE are all set."""
+        return all(name in environment for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Ranks":
+        """Ranks of this process; a single process when torchrun did not start it."""
+        if not cls.started_by_torchrun(environment):
+            return cls()
+        world_size = _whole_number(environment, "WORLD_SIZE")
+        ranks = cls(
+            rank=_whole_number(environment, "RANK"),
+            local_rank=_whole_number(environment, "LOCAL_RANK"),
+            world_size=world_size,
+            local_world_size=_whole_number(environment, "LOCAL_WORLD_SIZE", default=world_size),
+        )
+        if not 0 <= ranks.rank < ranks.world_size:
+            raise EnvironmentFault(
+                f"RANK={ranks.rank} is outside WORLD_SIZE={ranks.world_size}; "
+                "start the run with torchrun, or unset both variables"
+            )
+        return ranks
+
+
+def _whole_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise EnvironmentFault(
+            f"environment variable {name}={text!r} is not a whole number; start the run with torchrun"
+        ) from None
+
+
+class PendingSum:
+    """A sum over ranks that is under way; :meth:`wait` gives the totals."""
+
+    def __init__(self, values: torch.Tensor, work: dist.Work | None) -> None:
+        self._values = values
+        self._work = work
+
+    def wait(self) -> list[int]:
+        """Block until every rank has contributed; returns the totals, int64."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return [int(value) for value in self._values.tolist()]
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The group of all ranks. Every method is free of communication when there is one rank."""
+
+    ranks: Ranks
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which writes the run directory."""
+        return self.ranks.rank == 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.ranks.world_size
+
+    def start_sum(self, values: Sequence[int]) -> PendingSum:
+        """Begin to sum whole numbers over the ranks, on the host, without touching the device."""
+        tensor = torch.tensor(list(values), dtype=torch.int64)
+        work = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
+        return PendingSum(tensor, work)
+
+    def sum_(self, tensor: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
+        """Sum ``tensor`` over the ranks in place, on its own device."""
+        return dist.all_reduce(tensor, async_op=async_op) if self.size > 1 else None
+
+    def maximum(self, value: float) -> float:
+        """The largest of the ranks' values."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return float(tensor.item())
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        # A sum of host integers and not dist.barrier(): with two backends that one picks the device's.
+        self.start_sum([0]).wait()
+
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's text on every rank (at most 4 KiB of UTF-8). Bytes travel, no object is rebuilt."""
+        if self.size == 1:
+            return text
+        encoded = text.encode()
+        assert len(encoded) <= _TEXT_BYTES, f"text of {len(encoded)} bytes is too long to broadcast"
+        buffer = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        buffer[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0)
+        return bytes(buffer.tolist()).rstrip(b"\0").decode()
+
+
+@contextmanager
+def join(ranks: Ranks, device_type: str, timeout_minutes: float) -> Iterator[ProcessGroup]:
+    """Form the group of all ranks and leave it cleanly.
+
+    Host tensors travel over gloo; device tensors over NCCL where the device is CUDA.
+    """
+    if ranks.world_size == 1:
+        yield ProcessGroup(ranks)
+        return
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(minutes=timeout_minutes)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise EnvironmentFault(
+            f"rank {ranks.rank} of {ranks.world_size} on {socket.gethostname()} cannot join the process group: "
+            f"{error}"
+        ) from error
+    try:
+        yield ProcessGroup(ranks)
+    finally:
+        dist.destroy_process_group()

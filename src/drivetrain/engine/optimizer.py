@@ -1,0 +1,141 @@
+"""AdamW: which parameters decay, where its state lives, how it is named on disk, and gradient clipping."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from drivetrain.config.training import OptimizerConfig
+from drivetrain.engine.named_tensors import copy_tensors
+from drivetrain.errors import ConfigurationError
+
+__all__ = [
+    "allocate_state",
+    "build_optimizer",
+    "clip_gradients",
+    "load_optimizer_state",
+    "optimizer_state",
+    "set_learning_rate",
+]
+
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(decoder: nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over ``decoder``'s parameters with its state allocated: zeros, in the parameters' dtype (fp32).
+
+    Two groups, each in the order of ``decoder.named_parameters()``: parameters of two or more dimensions are
+    decayed, norms and biases are not (Loshchilov & Hutter 2019, decoupled decay; the usual GPT grouping). A
+    tied matrix is one parameter.
+
+    Raises:
+        ConfigurationError: ``optimizer.fused`` is on and there is no fused kernel for the parameters' device.
+    """
+    named = [(name, parameter) for name, parameter in decoder.named_parameters() if parameter.requires_grad]
+    decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
+    undecayed = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
+    groups = [
+        {"params": members, "weight_decay": weight_decay}
+        for members, weight_decay in ((decayed, optimizer.weight_decay), (undecayed, 0.0))
+        if members
+    ]
+    adamw = torch.optim.AdamW(
+        groups,
+        lr=optimizer.lr,
+        betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+        eps=optimizer.adam_eps,
+        fused=optimizer.fused,
+    )
+    if optimizer.fused:
+        _require_fused_kernel(adamw)
+    allocate_state(adamw)
+    return adamw
+
+
+def _require_fused_kernel(optimizer: torch.optim.AdamW) -> None:
+    # torch itself finds this out in the first step only, as a RuntimeError. A parameter on "meta" stands for
+    # one on the device that a real run would use.
+    supported = ["meta", *_get_fused_kernels_supported_devices()]
+    for name, parameter in _named_parameters(optimizer):
+        if parameter.device.type not in supported or not parameter.is_floating_point():
+            raise ConfigurationError(
+                f"optimizer.fused = true: torch {torch.__version__} has no fused AdamW for {name!r} "
+                f"({parameter.dtype} on {parameter.device.type}); set optimizer.fused=false"
+            )
+
+
+def _named_parameters(optimizer: torch.optim.AdamW) -> Iterator[tuple[str, Tensor]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
+
+
+def allocate_state(optimizer: torch.optim.AdamW) -> None:
+    """Give every parameter its state (``step`` 0, moments zero) as the first step would, so that a checkpoint
+    can be loaded, and memory be accounted for, before any step. State that exists is left as it is."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if optimizer.state[parameter]:
+                continue
+            # The fused kernel reads the step count on the device; the others on the host.
+            step_device = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=step_device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+
+
+def optimizer_state(optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """The optimizer's own tensors (no copies) as ``<parameter name>/step``, ``/exp_avg`` and ``/exp_avg_sq``.
+
+    ``step`` is fp32 of shape (), the moments have the parameter's shape and dtype.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in _named_parameters(optimizer):
+        state = optimizer.state[parameter]
+        assert set(state) == set(STATE_KEYS), f"state of {name} was not allocated by allocate_state"
+        tensors.update({f"{name}/{key}": state[key] for key in STATE_KEYS})
+    return tensors
+
+
+def load_optimizer_state(optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors``, named as in :func:`optimizer_state`, into the optimizer's state.
+
+    Raises:
+        CheckpointError: the tensors are of another model.
+    """
+    copy_tensors(tensors, optimizer_state(optimizer), "the optimizer state")
+
+
+def set_learning_rate(optimizer: torch.optim.AdamW, learning_rate: float) -> None:
+    """Use ``learning_rate`` for all parameters from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> tuple[Tensor, Tensor]:
+    """Scale the gradients in place to a global L2 norm of at most ``max_norm``, without host sync on a GPU.
+
+    A non-finite norm is returned as it is and the gradients are then left alone: scaled by zero or NaN they
+    would no longer tell which parameter the bad value came from.
+
+    Args:
+        parameters: those without a gradient are skipped.
+        max_norm: 0 means that the norm is only measured.
+
+    Returns:
+        The norm before clipping and the factor applied, both of shape () on the gradients' device. The factor
+        is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm == 0:
+        return norm, torch.ones_like(norm)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = torch.where(norm.isfinite(), factor, torch.ones_like(factor))
+    # A CPU has no queue to wait for, so a pass over all gradients that would multiply by one is saved.
+    if gradients and not (factor.device.type == "cpu" and factor.item() == 1.0):
+        torch._foreach_mul_(gradients, factor)
+    return norm, factor

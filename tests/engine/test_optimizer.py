@@ -1,0 +1,186 @@
+"""AdamW's groups, state and names; gradient clipping."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.config.training import OptimizerConfig
+from drivetrain.engine.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    load_optimizer_state,
+    optimizer_state,
+    set_learning_rate,
+)
+from drivetrain.errors import CheckpointError, ConfigurationError
+
+
+class Tiny(nn.Module):
+    """An embedding tied to the output, a norm, a linear layer with bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+        self.output = nn.Linear(4, 7, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.output(self.linear(self.norm(self.embedding(token_ids))))
+
+
+def tiny(seed: int = 0) -> Tiny:
+    torch.manual_seed(seed)
+    return Tiny()
+
+
+def train(model: nn.Module, adamw: torch.optim.Optimizer, steps: int, seed: int = 5) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randint(7, (6,), generator=generator)).square().sum().backward()
+        adamw.step()
+        adamw.zero_grad()
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    adamw = build_optimizer(tiny(), OptimizerConfig(weight_decay=0.3))
+    groups = {group["weight_decay"]: group["param_names"] for group in adamw.param_groups}
+    assert groups == {
+        0.3: ["embedding.weight", "linear.weight"],
+        0.0: ["norm.weight", "norm.bias", "linear.bias"],
+    }
+
+
+def test_fields_of_the_configuration_reach_the_optimizer() -> None:
+    optimizer = OptimizerConfig(lr=0.2, adam_beta1=0.5, adam_beta2=0.6, adam_eps=1e-3, fused=False)
+    for group in build_optimizer(tiny(), optimizer).param_groups:
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.2, (0.5, 0.6), 1e-3, False)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_allocated_state_is_what_the_first_step_of_torch_makes(fused: bool) -> None:
+    model, reference = tiny(), tiny()
+    ours = build_optimizer(model, OptimizerConfig(fused=fused, weight_decay=0.1))
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [p for p in reference.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in reference.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        fused=fused,
+    )
+    train(model, ours, 3)
+    train(reference, theirs, 3)
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+        for key, value in theirs.state[other].items():
+            mine = ours.state[parameter][key]
+            assert torch.equal(mine, value), (name, key)
+            assert (mine.dtype, mine.device) == (value.dtype, value.device), (name, key)
+
+
+def test_state_is_fp32_and_exists_before_the_first_step() -> None:
+    state = optimizer_state(build_optimizer(tiny(), OptimizerConfig()))
+    assert len(state) == 5 * 3
+    assert all(tensor.dtype == torch.float32 and not tensor.any() for tensor in state.values())
+    assert state["embedding.weight/exp_avg"].shape == (7, 4)
+    assert state["norm.bias/step"].shape == ()
+
+
+def test_fused_without_a_kernel_for_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    supported = "drivetrain.engine.optimizer._get_fused_kernels_supported_devices"
+    monkeypatch.setattr(supported, lambda: ["cuda"])
+    with pytest.raises(ConfigurationError, match=r"float32 on cpu.*optimizer\.fused=false"):
+        build_optimizer(tiny(), OptimizerConfig(fused=True))
+    build_optimizer(tiny(), OptimizerConfig(fused=False))
+
+
+def test_optimizer_of_a_model_without_storage_can_be_built() -> None:
+    build_optimizer(tiny().to("meta"), OptimizerConfig(fused=True))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_loaded_state_continues_to_the_bit(fused: bool) -> None:
+    straight, resumed = tiny(), tiny()
+    adamw = build_optimizer(straight, OptimizerConfig(fused=fused))
+    train(straight, adamw, 3)
+    saved = {name: tensor.clone() for name, tensor in optimizer_state(adamw).items()}
+    weights = {name: tensor.clone() for name, tensor in straight.state_dict().items()}
+    train(straight, adamw, 2, seed=9)
+
+    resumed.load_state_dict(weights)
+    other = build_optimizer(resumed, OptimizerConfig(fused=fused))
+    load_optimizer_state(other, saved)
+    train(resumed, other, 2, seed=9)
+    for expected, parameter in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, parameter)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    adamw = build_optimizer(tiny(), OptimizerConfig())
+    saved = dict(optimizer_state(adamw))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, the first is 'linear.bias/exp_avg'"):
+        load_optimizer_state(adamw, {k: v for k, v in saved.items() if k != "linear.bias/exp_avg"})
+    with pytest.raises(CheckpointError, match=r"excess 1 tensors, the first is 'other/step'"):
+        load_optimizer_state(adamw, saved | {"other/step": torch.zeros(())})
+    with pytest.raises(CheckpointError, match=r"linear.bias/exp_avg.*\(3,\), expected torch.float32 \(4,\)"):
+        load_optimizer_state(adamw, saved | {"linear.bias/exp_avg": torch.zeros(3)})
+
+
+def test_learning_rate_is_set_in_both_groups() -> None:
+    adamw = build_optimizer(tiny(), OptimizerConfig())
+    set_learning_rate(adamw, 0.25)
+    assert [group["lr"] for group in adamw.param_groups] == [0.25, 0.25]
+
+
+def with_gradients(*gradients: list[float]) -> list[nn.Parameter]:
+    parameters = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.zeros(len(gradient)))
+        parameter.grad = torch.tensor(gradient)
+        parameters.append(parameter)
+    return parameters
+
+
+def test_clipping_scales_to_the_norm_and_returns_the_norm_before() -> None:
+    parameters = with_gradients([3.0], [0.0, 4.0])
+    norm, factor = clip_gradients(parameters, 1.0)
+    assert norm.item() == pytest.approx(5.0)
+    assert factor.item() == pytest.approx(0.2)
+    assert parameters[1].grad is not None
+    assert parameters[1].grad.tolist() == pytest.approx([0.0, 0.8])
+
+
+def test_small_gradients_are_left_as_they_are() -> None:
+    parameters = with_gradients([0.3], [0.4])
+    norm, factor = clip_gradients([*parameters, nn.Parameter(torch.zeros(2))], 1.0)
+    assert norm.item() == pytest.approx(0.5)
+    assert factor.item() == 1.0
+    assert [parameter.grad for parameter in parameters] == [torch.tensor([0.3]), torch.tensor([0.4])]
+
+
+def test_clip_grad_zero_only_measures() -> None:
+    parameters = with_gradients([30.0], [40.0])
+    norm, factor = clip_gradients(parameters, 0.0)
+    assert (norm.item(), factor.item()) == (50.0, 1.0)
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.item() == 30.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_non_finite_norm_is_shown_and_its_culprit_can_still_be_found(bad: float) -> None:
+    parameters = with_gradients([3.0], [bad, 4.0])
+    norm, factor = clip_gradients(parameters, 1.0)
+    assert not norm.isfinite()
+    assert factor.item() == 1.0
+    assert [
+        bool(parameter.grad.isfinite().all()) for parameter in parameters if parameter.grad is not None
+    ] == [
+        True,
+        False,
+    ]

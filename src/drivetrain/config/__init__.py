@@ -1,0 +1,81 @@
+"""The schema of a run: sections, presets, TOML, overrides, rules and derived values.
+
+What lives here says what a run *is*, and imports nothing above: no counting of FLOPs, no files of a run,
+no torch. A leaf of the schema has a range or a rule, a docstring that is its help, and a reader elsewhere;
+a test holds that.
+"""
+
+from drivetrain.config.basic_rules import BASIC_RULES, violations
+from drivetrain.config.derive import (
+    Derived,
+    data_parallel_size,
+    decay_tokens,
+    derived_values,
+    num_microbatches,
+    tokens_per_step,
+    total_tokens,
+    wsd_decay_tokens,
+)
+from drivetrain.config.execution import (
+    FusionConfig,
+    MemoryConfig,
+    OverlapConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+)
+from drivetrain.config.leaves import Leaf, leaf_values, leaves
+from drivetrain.config.load import LoadedConfig, load_config, parse_config
+from drivetrain.config.model import ModelConfig
+from drivetrain.config.operation import CheckpointConfig, MonitorConfig, RunSectionConfig
+from drivetrain.config.presets import preset_names
+from drivetrain.config.rules import LaunchFacts, Rule, Violation
+from drivetrain.config.schema import RunConfig
+from drivetrain.config.serialise import config_hash, differing_leaves, to_toml
+from drivetrain.config.suggest import nearest
+from drivetrain.config.training import (
+    DataConfig,
+    LearningRateScheduleConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "BASIC_RULES",
+    "CheckpointConfig",
+    "DataConfig",
+    "Derived",
+    "FusionConfig",
+    "LaunchFacts",
+    "LearningRateScheduleConfig",
+    "Leaf",
+    "LoadedConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "OptimizerConfig",
+    "OverlapConfig",
+    "ParallelismConfig",
+    "PrecisionConfig",
+    "Rule",
+    "RunConfig",
+    "RunSectionConfig",
+    "TrainingConfig",
+    "Violation",
+    "config_hash",
+    "data_parallel_size",
+    "decay_tokens",
+    "derived_values",
+    "differing_leaves",
+    "leaf_values",
+    "leaves",
+    "load_config",
+    "nearest",
+    "num_microbatches",
+    "parse_config",
+    "preset_names",
+    "to_toml",
+    "tokens_per_step",
+    "total_tokens",
+    "violations",
+    "wsd_decay_tokens",
+]

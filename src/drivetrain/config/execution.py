@@ -35,7 +35,7 @@ class FusionConfig(Section):
 class MemoryConfig(Section):
     """What may be alive at once."""
 
-    device_memory_limit_bytes: Count | None = Field(default=None, ge=1)
+    device_memory_limit_bytes: Count | None = Field(default=None, ge=1, le=2**63 - 1)
     """Live tensor bytes above this raise OutOfMemory. Absent: the device's own limit."""
 
 

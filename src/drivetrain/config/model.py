@@ -17,7 +17,8 @@ class ModelConfig(Section):
     hidden_size: Count = Field(ge=1, le=1_048_576)
     """Width of the residual stream."""
     ffn_hidden_size: Count | None = Field(default=None, ge=1, le=8_388_608)
-    """Width of the MLP. Derived when absent: 4 x hidden_size with gelu; with swiglu two thirds of that, rounded up to a multiple of 64."""
+    """Width of the MLP. Derived when absent: 4 x hidden_size with gelu; with swiglu two thirds of that,
+    rounded up to a multiple of 64."""
     num_attention_heads: Count = Field(ge=1, le=4096)
     """Number of query heads."""
     num_query_groups: Count | None = Field(default=None, ge=1, le=4096)
@@ -61,7 +62,8 @@ class ModelConfig(Section):
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of attention probabilities."""
     init_method_std: float = Field(default=0.02, gt=0, le=1)
-    """Standard deviation of initial weights; output projections of a block are divided by sqrt(2 x num_layers)."""
+    """Standard deviation of initial weights; output projections of a block are divided by
+    sqrt(2 x num_layers)."""
 
     @property
     def ffn_size(self) -> int:

@@ -1,5 +1,7 @@
 """What surrounds the computation: checkpoint, monitor, run."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from drivetrain.config.base import Count, Section
@@ -30,7 +32,9 @@ class MonitorConfig(Section):
 class RunSectionConfig(Section):
     """Identity and reproducibility of the run."""
 
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", examples=["llama-10m_first"]
+    )
     """Part of the run directory's name. Derived when absent: the preset's or the file's name."""
     runs_dir: str = Field(default="runs", min_length=1)
     """Folder in which run directories are made."""
@@ -38,7 +42,8 @@ class RunSectionConfig(Section):
     """Seed of the initial weights, of dropout and of the data order."""
     deterministic: bool = False
     """Only deterministic algorithms: the same run on the same machine gives the same bits."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda)$")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type to train on. auto: cuda where there is one, else cpu."""
     num_threads: Count | None = Field(default=None, ge=1, le=4096)
-    """Compute threads of each process on a CPU. Derived when absent: the usable cores divided by the local processes."""
+    """Compute threads of each process on a CPU. Derived when absent: the usable cores divided by the
+    local processes."""

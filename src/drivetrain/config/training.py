@@ -13,10 +13,11 @@ class DataConfig(Section):
     """Where the tokens come from and how a sequence is cut."""
 
     data_path: str | None = Field(default=None, min_length=1)
-    """Prefix of an indexed corpus (.bin and .idx). Absent: the Python standard library's source, prepared on first use."""
+    """Prefix of an indexed corpus (.bin and .idx). Absent: the Python standard library's source,
+    prepared on first use."""
     tokenizer_path: str | None = Field(default=None, min_length=1)
     """A tokenizer.json. Absent: the tokenizer.json beside the corpus."""
-    split: str = Field(default="95,5", pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?$")
+    split: str = Field(default="95,5", pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?$", examples=["95,5"])
     """Weights of training and validation, by document, drawn with a fixed seed."""
     reset_attention_mask: bool = True
     """Attention stays inside a document. Off: it crosses document borders inside a sequence."""
@@ -28,7 +29,9 @@ class DataConfig(Section):
     """Worker processes that build batches, in order. 0: built in the training process."""
     prefetch_factor: Count = Field(default=2, ge=1, le=1024)
     """Micro-batches each worker prepares ahead (with num_workers >= 1)."""
-    transform: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*[.:][A-Za-z_]\w*$")
+    transform: str | None = Field(
+        default=None, pattern=r"^[A-Za-z_][\w.]*[.:][A-Za-z_]\w*$", examples=["package.module.function"]
+    )
     """Dotted path of a callable applied to each document's token ids (int64 array in, same shape out)."""
 
 
@@ -38,7 +41,8 @@ class TrainingConfig(Section):
     micro_batch_size: Count = Field(default=8, ge=1, le=1_048_576)
     """Sequences in one forward and backward pass of one data-parallel rank."""
     global_batch_size: Count = Field(default=32, ge=1, le=16_777_216)
-    """Sequences in one optimizer step over all ranks: micro_batch_size x data-parallel size x num_microbatches."""
+    """Sequences in one optimizer step over all ranks: micro_batch_size x data-parallel size x
+    num_microbatches."""
     train_iters: Count = Field(default=1000, ge=1, le=1_000_000_000)
     """Number of optimizer steps."""
     clip_grad: float = Field(default=1.0, ge=0, le=1e6)
@@ -73,11 +77,11 @@ class LearningRateScheduleConfig(Section):
     """Cosine to min_lr, warmup-stable-decay, or constant after warm-up."""
     min_lr: float = Field(default=0.0, ge=0, le=10)
     """Learning rate at the end of the decay."""
-    lr_warmup_tokens: Count = Field(default=0, ge=0)
+    lr_warmup_tokens: Count = Field(default=0, ge=0, le=2**63 - 1)
     """Tokens of linear warm-up from 0."""
-    lr_decay_tokens: Count | None = Field(default=None, ge=1)
+    lr_decay_tokens: Count | None = Field(default=None, ge=1, le=2**63 - 1)
     """Tokens at which the decay ends. Derived when absent: all tokens of the run."""
-    lr_wsd_decay_tokens: Count | None = Field(default=None, ge=1)
+    lr_wsd_decay_tokens: Count | None = Field(default=None, ge=1, le=2**63 - 1)
     """Length of the final decay of WSD, in tokens. Derived when absent: one fifth of lr_decay_tokens."""
     lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt"] = "linear"
     """Shape of the final decay of WSD."""

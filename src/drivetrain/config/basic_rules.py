@@ -1,0 +1,371 @@
+"""The rules that hold for every run: what types and ranges of single fields can't say.
+
+Each message gives the nearest legal values. A rule whose precondition another rule guards stays silent,
+so that one mistake gives one message.
+"""
+
+from collections.abc import Sequence
+
+from drivetrain.config import derive
+from drivetrain.config.rules import LaunchFacts, Rule, Violation
+from drivetrain.config.schema import RunConfig
+
+__all__ = ["BASIC_RULES", "violations"]
+
+_INT64_MAX = 2**63 - 1
+_BYTE_LEVEL_TOKENS = 257  # 256 bytes and the end-of-document token
+
+
+def _around(value: int, step: int) -> str:
+    """The positive multiples of ``step`` next to ``value``, in words."""
+    below, above = value // step * step, -(-value // step) * step
+    return f"{below} or {above}" if below >= 1 else f"{above}"
+
+
+def _divisors(number: int) -> list[int]:
+    # Trial division up to the square root: numbers are at most about a million here.
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _closest(value: int, legal: Sequence[int]) -> str:
+    """The legal values next below and next above ``value``, in words."""
+    below = [candidate for candidate in legal if candidate <= value]
+    above = [candidate for candidate in legal if candidate > value]
+    return " or ".join(str(candidate) for candidate in [*below[-1:], *above[:1]])
+
+
+def _heads_divide_hidden(config: RunConfig, _: LaunchFacts) -> str | None:
+    model = config.model
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.kv_channels is not None or hidden % heads == 0:
+        return None
+    step = 2 * heads if model.position_embedding_type == "rope" else heads
+    return (
+        f"{hidden} is not divisible by num_attention_heads = {heads}; nearest legal values: hidden_size = "
+        f"{_around(hidden, step)}{_heads_remedy(config)}; or give kv_channels"
+    )
+
+
+def _heads_remedy(config: RunConfig) -> str:
+    """The nearest numbers of heads that hidden_size can be cut into."""
+    model = config.model
+    rope = model.position_embedding_type == "rope"
+    legal = [d for d in _divisors(model.hidden_size) if not rope or model.hidden_size // d % 2 == 0]
+    return f"; num_attention_heads = {_closest(model.num_attention_heads, legal)}" if legal else ""
+
+
+def _groups_divide_heads(config: RunConfig, _: LaunchFacts) -> str | None:
+    model = config.model
+    if model.num_attention_heads % model.query_groups == 0:
+        return None
+    legal = _divisors(model.num_attention_heads)
+    return (
+        f"{model.query_groups} does not divide num_attention_heads = {model.num_attention_heads}; "
+        f"nearest legal values: {_closest(model.query_groups, legal)}"
+    )
+
+
+def _rope_needs_even_heads(config: RunConfig, _: LaunchFacts) -> str | None:
+    model = config.model
+    divides = model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0
+    if model.position_embedding_type != "rope" or not divides or model.head_size % 2 == 0:
+        return None
+    size = model.head_size
+    remedy = f"kv_channels = {_around(size, 2)}"
+    if model.kv_channels is None:
+        remedy += _heads_remedy(config)
+    return f"a head of {size} channels can't be rotated: rope turns pairs; nearest legal values: {remedy}"
+
+
+def _scaling_needs_rope(config: RunConfig, _: LaunchFacts) -> str | None:
+    model = config.model
+    if not model.use_rope_scaling or model.position_embedding_type == "rope":
+        return None
+    return (
+        f"position_embedding_type = {model.position_embedding_type} has no rotary embedding to scale; "
+        f"use use_rope_scaling = false or position_embedding_type = rope"
+    )
+
+
+def _scaling_factors_ordered(config: RunConfig, _: LaunchFacts) -> str | None:
+    model = config.model
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if not model.use_rope_scaling or low < high:
+        return None
+    return (
+        f"{low:g} must be below rope_scaling_high_freq_factor = {high:g}: the scaling is blended between "
+        f"the two; Llama 3 uses 1 and 4"
+    )
+
+
+def _positions_cover_sequence(config: RunConfig, _: LaunchFacts) -> str | None:
+    model = config.model
+    if model.max_positions >= model.seq_length:
+        return None
+    return (
+        f"{model.max_positions} is below seq_length = {model.seq_length}; nearest legal values: "
+        f"max_position_embeddings = {model.seq_length}; seq_length = {model.max_positions}"
+    )
+
+
+def _qk_norm_needs_rms_norm(config: RunConfig, _: LaunchFacts) -> str | None:
+    model = config.model
+    if not model.qk_layernorm or model.normalization == "RMSNorm":
+        return None
+    return (
+        f"exists for RMSNorm only, not for normalization = {model.normalization}; use qk_layernorm = false "
+        f"or normalization = RMSNorm"
+    )
+
+
+def _vocabulary_holds_bytes(config: RunConfig, _: LaunchFacts) -> str | None:
+    size, data = config.model.vocab_size, config.data
+    if data.data_path is not None or data.tokenizer_path is not None or size >= _BYTE_LEVEL_TOKENS:
+        return None
+    return (
+        f"{size} is too small for the byte-level tokenizer of the default corpus (256 bytes and the "
+        f"end-of-document token); the nearest legal value is {_BYTE_LEVEL_TOKENS}, or give data.data_path"
+    )
+
+
+def _data_parallel_equals_processes(config: RunConfig, facts: LaunchFacts) -> str | None:
+    given = config.parallelism.data_parallel_size
+    if given is None or given == facts.world_size:
+        return None
+    return (
+        f"{given} does not equal the number of processes, {facts.world_size}; start {given} processes, or "
+        f"use {facts.world_size} or none"
+    )
+
+
+def _global_batch_divides(config: RunConfig, facts: LaunchFacts) -> str | None:
+    training = config.training
+    ranks = derive.data_parallel_size(config, facts.world_size)
+    step = training.micro_batch_size * ranks
+    if training.global_batch_size % step == 0:
+        return None
+    message = (
+        f"{training.global_batch_size} is not divisible by micro_batch_size x data-parallel size = "
+        f"{training.micro_batch_size} x {ranks} = {step}; nearest legal values: "
+        f"{_around(training.global_batch_size, step)}"
+    )
+    if training.global_batch_size % ranks == 0:
+        legal = _divisors(training.global_batch_size // ranks)
+        message += f"; micro_batch_size = {_closest(training.micro_batch_size, legal)}"
+    return message
+
+
+def _tokens_are_countable(config: RunConfig, _: LaunchFacts) -> str | None:
+    total = derive.total_tokens(config)
+    if total <= _INT64_MAX:
+        return None
+    most = _INT64_MAX // derive.tokens_per_step(config)
+    return (
+        f"{config.training.train_iters} steps of {derive.tokens_per_step(config)} tokens do not fit a "
+        f"64-bit count; the nearest legal value is {most}"
+    )
+
+
+def _min_lr_below_lr(config: RunConfig, _: LaunchFacts) -> str | None:
+    low, peak = config.lr_schedule.min_lr, config.optimizer.lr
+    if low <= peak:
+        return None
+    return f"{low:g} is above optimizer.lr = {peak:g}; the nearest legal value is {peak:g}"
+
+
+def _warmup_before_decay(config: RunConfig, _: LaunchFacts) -> str | None:
+    lr_schedule = config.lr_schedule
+    end = derive.decay_tokens(config)
+    if lr_schedule.lr_decay_style == "constant" or lr_schedule.lr_warmup_tokens < end:
+        return None
+    source = "the tokens of the run" if lr_schedule.lr_decay_tokens is None else "lr_decay_tokens"
+    return (
+        f"{lr_schedule.lr_warmup_tokens} leaves no room for the decay, which ends at {end} ({source}); the "
+        f"nearest legal value is {end - 1}; a twentieth would be {end // 20}"
+    )
+
+
+def _wsd_decay_fits(config: RunConfig, facts: LaunchFacts) -> str | None:
+    lr_schedule = config.lr_schedule
+    if lr_schedule.lr_decay_style != "WSD" or _warmup_before_decay(config, facts) is not None:
+        return None
+    end, decay = derive.decay_tokens(config), derive.wsd_decay_tokens(config)
+    room = end - lr_schedule.lr_warmup_tokens
+    if decay <= room:
+        return None
+    given = "" if lr_schedule.lr_wsd_decay_tokens is not None else " (one fifth of lr_decay_tokens)"
+    return (
+        f"{decay}{given} does not fit between the end of warm-up at {lr_schedule.lr_warmup_tokens} and "
+        f"the end of the decay at {end}; the nearest legal value is {room}"
+    )
+
+
+def split_weights(config: RunConfig) -> tuple[float, float]:
+    """The two weights of data.split."""
+    training, validation = config.data.split.split(",")
+    return float(training), float(validation)
+
+
+def _split_trains(config: RunConfig, _: LaunchFacts) -> str | None:
+    training, validation = split_weights(config)
+    if training > 0:
+        return None
+    return f"{config.data.split} leaves nothing to train on; use for example 95,{validation or 5:g}"
+
+
+def _split_validates(config: RunConfig, _: LaunchFacts) -> str | None:
+    training, validation = split_weights(config)
+    if validation > 0 or config.training.eval_iters == 0 or training == 0:
+        return None
+    return (
+        f"{config.data.split} holds nothing back for training.eval_iters = {config.training.eval_iters}; use "
+        f"for example {training:g},{training / 19:.3g}, or training.eval_iters = 0"
+    )
+
+
+def _transform_is_a_path(config: RunConfig, _: LaunchFacts) -> str | None:
+    transform = config.data.transform
+    if transform is None:
+        return None
+    parts = transform.replace(":", ".").split(".")
+    if all(part.isidentifier() for part in parts):
+        return None
+    return f"{transform!r} is no dotted path of a callable; write package.module.function"
+
+
+def _prefetch_needs_workers(config: RunConfig, _: LaunchFacts) -> str | None:
+    data = config.data
+    default = type(data).model_fields["prefetch_factor"].default
+    if data.num_workers > 0 or data.prefetch_factor == default:
+        return None
+    return (
+        f"{data.prefetch_factor} has no effect without workers; use data.num_workers = 1 or more, or "
+        f"prefetch_factor = {default}"
+    )
+
+
+BASIC_RULES: tuple[Rule, ...] = (
+    Rule(
+        "heads-divide-hidden",
+        ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
+        _heads_divide_hidden,
+        "hidden_size is a multiple of num_attention_heads, unless kv_channels is given.",
+    ),
+    Rule(
+        "query-groups-divide-heads",
+        ("model.num_query_groups", "model.num_attention_heads"),
+        _groups_divide_heads,
+        "num_query_groups divides num_attention_heads.",
+    ),
+    Rule(
+        "rope-needs-even-heads",
+        (
+            "model.kv_channels",
+            "model.hidden_size",
+            "model.num_attention_heads",
+            "model.position_embedding_type",
+        ),
+        _rope_needs_even_heads,
+        "With rope a head has an even number of channels.",
+    ),
+    Rule(
+        "rope-scaling-needs-rope",
+        ("model.use_rope_scaling", "model.position_embedding_type"),
+        _scaling_needs_rope,
+        "use_rope_scaling needs position_embedding_type = rope.",
+    ),
+    Rule(
+        "rope-scaling-factors-ordered",
+        (
+            "model.rope_scaling_low_freq_factor",
+            "model.rope_scaling_high_freq_factor",
+            "model.use_rope_scaling",
+        ),
+        _scaling_factors_ordered,
+        "With use_rope_scaling the low frequency factor is below the high one.",
+    ),
+    Rule(
+        "positions-cover-sequence",
+        ("model.max_position_embeddings", "model.seq_length"),
+        _positions_cover_sequence,
+        "max_position_embeddings is at least seq_length.",
+    ),
+    Rule(
+        "qk-norm-needs-rms-norm",
+        ("model.qk_layernorm", "model.normalization"),
+        _qk_norm_needs_rms_norm,
+        "qk_layernorm needs normalization = RMSNorm.",
+    ),
+    Rule(
+        "vocabulary-holds-bytes",
+        ("model.vocab_size", "data.data_path", "data.tokenizer_path"),
+        _vocabulary_holds_bytes,
+        "Without data_path and tokenizer_path, vocab_size is at least 257: the byte-level tokenizer's least.",
+    ),
+    Rule(
+        "data-parallel-equals-processes",
+        ("parallelism.data_parallel_size",),
+        _data_parallel_equals_processes,
+        "data_parallel_size, where given, equals the number of processes that are started.",
+    ),
+    Rule(
+        "global-batch-divides",
+        ("training.global_batch_size", "training.micro_batch_size", "parallelism.data_parallel_size"),
+        _global_batch_divides,
+        "global_batch_size is a multiple of micro_batch_size x data-parallel size.",
+    ),
+    Rule(
+        "tokens-are-countable",
+        ("training.train_iters", "training.global_batch_size", "model.seq_length"),
+        _tokens_are_countable,
+        "The tokens of the run fit a signed 64-bit count.",
+    ),
+    Rule(
+        "min-lr-below-lr",
+        ("lr_schedule.min_lr", "optimizer.lr"),
+        _min_lr_below_lr,
+        "min_lr is at most optimizer.lr.",
+    ),
+    Rule(
+        "warmup-before-decay",
+        ("lr_schedule.lr_warmup_tokens", "lr_schedule.lr_decay_tokens", "training.train_iters"),
+        _warmup_before_decay,
+        "Unless the rate is constant, warm-up ends before lr_decay_tokens (by default all tokens).",
+    ),
+    Rule(
+        "wsd-decay-fits",
+        ("lr_schedule.lr_wsd_decay_tokens", "lr_schedule.lr_warmup_tokens", "lr_schedule.lr_decay_tokens"),
+        _wsd_decay_fits,
+        "With WSD, warm-up and final decay together fit in lr_decay_tokens.",
+    ),
+    Rule("split-trains", ("data.split",), _split_trains, "The training weight of data.split is above 0."),
+    Rule(
+        "split-validates",
+        ("data.split", "training.eval_iters"),
+        _split_validates,
+        "With eval_iters above 0 the validation weight of data.split is above 0.",
+    ),
+    Rule(
+        "transform-is-a-path",
+        ("data.transform",),
+        _transform_is_a_path,
+        "Each part of data.transform is an identifier.",
+    ),
+    Rule(
+        "prefetch-needs-workers",
+        ("data.prefetch_factor", "data.num_workers"),
+        _prefetch_needs_workers,
+        "prefetch_factor other than its default needs num_workers of at least 1.",
+    ),
+)
+"""Tried by ``check`` and before every start, together with the catalogue's rules."""
+
+
+def violations(
+    config: RunConfig, facts: LaunchFacts | None = None, rules: Sequence[Rule] = BASIC_RULES
+) -> list[Violation]:
+    """Every rule that ``config`` breaks when started as ``facts`` say (one process by default), in order."""
+    facts = LaunchFacts() if facts is None else facts
+    found = (rule.violation(config, facts) for rule in rules)
+    return [violation for violation in found if violation is not None]

@@ -1,0 +1,47 @@
+"""A configuration as text that reads back to the same configuration, its hash, and differences."""
+
+import hashlib
+
+import tomlkit
+from tomlkit.items import Table
+
+from drivetrain.config.leaves import leaf_values
+from drivetrain.config.schema import RunConfig
+
+__all__ = ["FORMAT", "config_hash", "differing_leaves", "to_toml"]
+
+FORMAT = 1
+"""Value of the ``schema`` key of a written configuration."""
+
+
+def to_toml(config: RunConfig) -> str:
+    """All leaves as TOML, in the schema's order; a leaf without value as the comment ``# name = none``.
+
+    Equal configurations give equal text, and ``load_config`` on the text gives the configuration back.
+    """
+    document = tomlkit.document()
+    document.add("schema", tomlkit.item(FORMAT))
+    tables: dict[str, Table] = {}
+    for leaf, value in leaf_values(config):
+        table = tables.setdefault(leaf.section, tomlkit.table())
+        if value is None:
+            table.add(tomlkit.comment(f"{leaf.name} = none"))
+        else:
+            table.add(leaf.name, tomlkit.item(value))
+    for section, table in tables.items():
+        document.add(tomlkit.nl())
+        document.add(section, table)
+    return tomlkit.dumps(document)
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of ``to_toml(config)`` in UTF-8, as 64 hexadecimal digits."""
+    return hashlib.sha256(to_toml(config).encode("utf-8")).hexdigest()
+
+
+def differing_leaves(a: RunConfig, b: RunConfig) -> dict[str, tuple[object, object]]:
+    """Dotted path to (value in ``a``, value in ``b``) for each leaf that differs, in the schema's order."""
+    others = {leaf.path: value for leaf, value in leaf_values(b)}
+    return {
+        leaf.path: (value, others[leaf.path]) for leaf, value in leaf_values(a) if value != others[leaf.path]
+    }

@@ -39,7 +39,7 @@ def learning_rate(
     start, shape = warmup, "cosine"
     if lr_schedule.lr_decay_style == "WSD":
         length = lr_schedule.lr_wsd_decay_tokens
-        start = max(warmup, end - (end // 5 if length is None else length))
+        start = max(warmup, end - (max(1, end // 5) if length is None else length))
         shape = lr_schedule.lr_wsd_decay_style
     if tokens_seen >= end:
         return lr_schedule.min_lr

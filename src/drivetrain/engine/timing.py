@@ -29,4 +29,4 @@ def elapsed_s(start: Mark, end: Mark) -> float:
     assert isinstance(start, torch.cuda.Event)
     assert isinstance(end, torch.cuda.Event)
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3

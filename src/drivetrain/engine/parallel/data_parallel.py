@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.engine.model.batch import Batch
@@ -64,7 +65,9 @@ class ExposedWait:
 class DataParallel:
     """Losses and gradients of a decoder over all ranks of ``group``; transparent for a single rank."""
 
-    def __init__(self, decoder: Decoder, group: ProcessGroup, device: torch.device, bucket_size_mb: float) -> None:
+    def __init__(
+        self, decoder: Decoder, group: ProcessGroup, device: torch.device, bucket_size_mb: float
+    ) -> None:
         self._loss_of = _LossOf(decoder)
         self.exposed_wait: ExposedWait | None = None
         self._wrapped: DistributedDataParallel | None = None
@@ -95,9 +98,14 @@ class DataParallel:
             self.exposed_wait.backward_returned()
 
 
-def _sum_bucket(wait: ExposedWait, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(wait: ExposedWait, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     if bucket.is_last():
         wait.last_gradient_ready()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first_of)
+    return future
+
+
+def _first_of(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]

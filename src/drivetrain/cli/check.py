@@ -1,0 +1,153 @@
+"""``drivetrain check``: rules and counts of a configuration; nothing is started."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from drivetrain.config import LoadedConfig
+    from drivetrain.engine.dry_run import DryRun
+
+__all__ = ["register", "show_dry_run"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("check")(check)
+
+
+def check(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A preset, a TOML file, or a run directory.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Fields to change.")
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", min=1, help="Data-parallel processes. Default: parallelism's, or 1."),
+    ] = None,
+    shapes: Annotated[
+        bool, typer.Option("--shapes", help="Also build the model without memory and list its parameters.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Check every rule of a configuration, and count parameters, tokens and FLOPs.
+
+    All broken rules are reported together. Exit code 0: it can be trained; 1: it cannot; 2: it cannot be read.
+
+    Example: drivetrain check llama-10m training.global_batch_size=48 --devices 2
+    """
+    from drivetrain.cli.output import show_document
+    from drivetrain.config import LaunchFacts, derived_values, load_config, violations
+
+    loaded = load_config(config, overrides or [])
+    world_size = devices or loaded.config.parallelism.data_parallel_size or 1
+    broken = violations(loaded.config, LaunchFacts(world_size=world_size))
+    document: dict[str, Any] = {
+        "config": loaded.source,
+        "devices": world_size,
+        "accepted": not broken,
+        "violations": [
+            {"rule": violation.rule, "fields": list(violation.fields), "message": violation.message}
+            for violation in broken
+        ],
+    }
+    if not broken:
+        document["counts"] = _counts(loaded, world_size)
+        document["derived"] = [
+            {"field": derived.field, "value": derived.value, "reason": derived.reason}
+            for derived in derived_values(loaded.config, LaunchFacts(world_size=world_size))
+        ]
+        if shapes:
+            document["shapes"] = _shapes(loaded, world_size)
+    if json:
+        show_document(document)
+    else:
+        _print(document)
+    if broken:
+        raise typer.Exit(1)
+
+
+def _counts(loaded: "LoadedConfig", world_size: int) -> dict[str, Any]:
+    from drivetrain.config import num_microbatches, tokens_per_step, total_tokens
+    from drivetrain.measure.flops import FLOPS_RULE, model_flops
+    from drivetrain.measure.parameters import parameter_count
+
+    config = loaded.config
+    parameters = parameter_count(config.model)
+    flops = model_flops(
+        config.model,
+        tokens=tokens_per_step(config),
+        sum_squared_lengths=config.training.global_batch_size * config.model.seq_length**2,
+    )
+    return {
+        "parameters": parameters.total,
+        "parameters_without_embedding": parameters.non_embedding,
+        "tokens_per_step": tokens_per_step(config),
+        "num_microbatches": num_microbatches(config, world_size),
+        "total_tokens": total_tokens(config),
+        "model_flops_per_step_of_whole_sequences": flops.total,
+        "flops_rule": FLOPS_RULE,
+    }
+
+
+def _shapes(loaded: "LoadedConfig", world_size: int) -> list[dict[str, Any]]:
+    from drivetrain.cli.environment import require_torch
+
+    require_torch()
+    from drivetrain.engine.dry_run import dry_run
+
+    return [
+        {"name": shape.name, "shape": list(shape.shape), "elements": shape.elements}
+        for shape in dry_run(loaded.config, world_size).shapes
+    ]
+
+
+def _print(document: dict[str, Any]) -> None:
+    if not document["accepted"]:
+        for violation in document["violations"]:
+            print(f"{violation['rule']}: {violation['message']}")
+        count = len(document["violations"])
+        print(f"{document['config']}: {count} broken rule{'s' if count != 1 else ''}", file=sys.stderr)
+        return
+    print(
+        f"{document['config']} on {document['devices']} device{'s' if document['devices'] != 1 else ''}: accepted"
+    )
+    for name, value in document["counts"].items():
+        print(f"  {name:42} {value:,}" if isinstance(value, int) else f"  {name:42} {value}")
+    counted = {"num_microbatches", "tokens_per_step", "total_tokens"}
+    print("derived:")
+    for derived in document["derived"]:
+        if derived["field"] not in counted:
+            value = "known when it starts" if derived["value"] is None else derived["value"]
+            print(f"  {derived['field']:42} {value}  ({derived['reason']})")
+    for shape in document.get("shapes", []):
+        print(f"  {shape['name']:42} {'x'.join(map(str, shape['shape'])):>18} {shape['elements']:>14,}")
+
+
+def show_dry_run(loaded: "LoadedConfig", world_size: int, *, as_json: bool) -> int:
+    """Build ``loaded`` without memory and show what would be trained; returns the exit code."""
+    import dataclasses
+
+    from drivetrain.cli.output import show_document
+    from drivetrain.engine.dry_run import dry_run
+
+    built: DryRun = dry_run(loaded.config, world_size)
+    if as_json:
+        show_document({"status": "dry run", **dataclasses.asdict(built)})
+        return 0
+    for line in (
+        f"dry run of {loaded.source}: the model was built without memory, nothing was started",
+        f"  parameters                     {built.parameters:,}",
+        f"  weights, gradients, optimizer  {built.state_bytes:,} bytes on each rank, activations on top",
+        f"  micro-batches in a step        {built.num_microbatches} on each of {world_size} rank(s)",
+        f"  tokens                         {built.tokens_per_step:,} a step, {built.total_tokens:,} in all",
+        f"  model FLOPs in a step          {built.model_flops_per_step:,} (whole sequences)",
+        f"  logits of a micro-batch        {built.logits_shape}",
+        "  learning rate                  "
+        + ", ".join(f"{rate:.3g} at step {step}" for step, rate in built.learning_rates),
+    ):
+        print(line)
+    return 0

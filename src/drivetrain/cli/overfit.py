@@ -1,0 +1,39 @@
+"""``drivetrain train --overfit-batch``."""
+
+import dataclasses
+import sys
+
+from drivetrain.cli.output import progress_on_stderr, show_document
+from drivetrain.config import LoadedConfig
+
+__all__ = ["run_overfit"]
+
+_SHOWN_EVERY = 10
+
+
+def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
+    """Over-fit one batch for at most ``training.train_iters`` steps; 0 if learned, 1 with a diagnosis if not."""
+    from drivetrain.engine.data.corpus import ensure_corpus
+    from drivetrain.engine.devices import select_device, set_threads, thread_count
+    from drivetrain.engine.overfit import NEAR_ZERO, overfit_batch
+
+    config = loaded.config
+    with progress_on_stderr() as progress:
+        corpus = ensure_corpus(config.data, config.model, progress)
+    device = select_device(config.run)
+    set_threads(thread_count(config.run, 1))
+
+    def show(step: int, loss: float) -> None:
+        if step == 1 or step % _SHOWN_EVERY == 0:
+            print(f"step {step:5d}  loss of the one batch {loss:.4f}", file=sys.stderr, flush=True)
+
+    result = overfit_batch(config, corpus, device, max_steps=config.training.train_iters, on_step=show)
+    if as_json:
+        show_document(dataclasses.asdict(result))
+    elif result.learned:
+        print(
+            f"learned: the batch's loss fell from {result.first_loss:.3f} below {NEAR_ZERO} in {result.steps} steps"
+        )
+    else:
+        print(f"not learned in {result.steps} steps (loss {result.last_loss:.4f}): {result.diagnosis}")
+    return 0 if result.learned else 1

@@ -1,0 +1,53 @@
+"""``drivetrain train``: train a model, or continue a run."""
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("train")(train)
+
+
+def train(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A preset, a TOML file, or a run to continue.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Fields to change.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Processes on this machine, data-parallel.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build everything and start nothing.")] = False,
+    overfit_batch: Annotated[
+        bool,
+        typer.Option(
+            "--overfit-batch", help="Train on one batch until its loss is near zero, or say why not."
+        ),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Train a language model.
+
+    CONFIG is a preset's name (`drivetrain train nothing` lists them), a TOML file, or a run directory, which
+    is continued from its newest checkpoint. Ctrl-C saves the state and exits with 130; a second one does not
+    wait. Also runs under torchrun.
+
+    Example: drivetrain train llama-2m training.train_iters=100 --json
+    """
+    from drivetrain.cli.train_command import run_train
+
+    raise typer.Exit(
+        run_train(
+            config,
+            overrides or [],
+            num_processes=nproc,
+            dry=dry_run,
+            overfit=overfit_batch,
+            as_json=json,
+        )
+    )

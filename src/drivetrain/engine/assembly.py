@@ -1,0 +1,184 @@
+"""From a configuration to the objects that train it, restored to where the run stands."""
+
+from pathlib import Path
+
+import torch
+
+from drivetrain.config import RunConfig, num_microbatches
+from drivetrain.engine.checkpoint import (
+    LoadedCheckpoint,
+    find_latest,
+    load_checkpoint,
+    remove_leftovers,
+    set_aside,
+)
+from drivetrain.engine.data.corpus import Corpus, ensure_corpus
+from drivetrain.engine.data.loader import BatchLoader
+from drivetrain.engine.devices import Device
+from drivetrain.engine.memory.cuda import apply_cuda_limit
+from drivetrain.engine.memory.limit import count_step, unseen_with_compile
+from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.model.huggingface import load_weights
+from drivetrain.engine.model.initialization import initialize
+from drivetrain.engine.optimizer import build_optimizer, clip_gradients
+from drivetrain.engine.parallel.data_parallel import DataParallel
+from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.precision import compute_dtype
+from drivetrain.engine.progress import Progress
+from drivetrain.engine.random_state import restore_random_state, seed_everything
+from drivetrain.engine.recorder import Recorder
+from drivetrain.engine.step import Stepper
+from drivetrain.engine.training_run import Logbook, TrainingRun
+from drivetrain.errors import DataError
+from drivetrain.measure.peaks import Peak
+
+__all__ = ["assemble"]
+
+
+def assemble(
+    config: RunConfig,
+    run_path: Path,
+    group: ProcessGroup,
+    device: Device,
+    logbook: Logbook,
+    peak: Peak | None,
+    fingerprint: str,
+) -> TrainingRun:
+    """Build everything on this rank; weights and state come from the newest sound checkpoint, if any.
+
+    Raises:
+        DrivetrainError: corpus, weights or checkpoints that do not fit; OutOfMemory.
+    """
+    seed_everything(config.run.seed, group.ranks.rank)
+    corpus = ensure_corpus(config.data, config.model)
+    _require_same_corpus(corpus, fingerprint)
+    decoder = Decoder(config.model, compute_dtype(config.precision)).to(device.torch_device)
+    optimizer = build_optimizer(decoder, config.optimizer)
+    checkpoint_folder = run_path / "checkpoints"
+    checkpoint = _restore(checkpoint_folder, group, decoder, optimizer, logbook)
+    if checkpoint is None and config.checkpoint.initial_load_path is not None:
+        load_weights(Path(config.checkpoint.initial_load_path), decoder)
+    elif checkpoint is None:
+        initialize(decoder, config.run.seed)
+    if config.fusion.compile:
+        decoder.compile_blocks()
+    _enforce_memory_limit(config, corpus, decoder, optimizer, device, group, logbook)
+    data_parallel = DataParallel(decoder, group, device.torch_device, config.overlap.bucket_size_mb)
+    if checkpoint is not None and checkpoint.random_state is not None:
+        # Last of all, so that nothing above has drawn from the generators in between.
+        restore_random_state(checkpoint.random_state)
+    return TrainingRun(
+        config=config,
+        group=group,
+        device=device,
+        corpus=corpus,
+        decoder=decoder,
+        optimizer=optimizer,
+        stepper=Stepper(
+            decoder=decoder,
+            data_parallel=data_parallel,
+            optimizer=optimizer,
+            group=group,
+            device=device.torch_device,
+            num_microbatches=num_microbatches(config, group.size),
+            max_norm=config.training.clip_grad,
+        ),
+        recorder=Recorder(
+            config, group, device.torch_device, peak=peak, writer=logbook.writer, console=logbook.console
+        ),
+        progress=Progress() if checkpoint is None else Progress.from_dict(checkpoint.trainer_state),
+        resumed=checkpoint is not None,
+        logbook=logbook,
+        checkpoint_folder=checkpoint_folder,
+    )
+
+
+def _require_same_corpus(corpus: Corpus, fingerprint: str) -> None:
+    if corpus.fingerprint != fingerprint:
+        raise DataError(
+            f"the corpus {corpus.prefix} is not the one this run was started with (fingerprint "
+            f"{corpus.fingerprint[:12]}, the run has {fingerprint[:12]}); put the former files back, or start a "
+            "new run"
+        )
+
+
+def _restore(
+    folder: Path, group: ProcessGroup, decoder: Decoder, optimizer: torch.optim.AdamW, logbook: Logbook
+) -> LoadedCheckpoint | None:
+    """Load the newest checkpoint that is whole; None where there is none."""
+    found: Path | None = None
+    damaged: list[Path] = []
+    if group.is_main:
+        remove_leftovers(folder)
+
+        def pass_over(path: Path, why: str) -> None:
+            logbook.warn(f"checkpoint {path.name} is damaged ({why}); using the one before")
+            damaged.append(path)
+
+        found = find_latest(folder, pass_over)
+        for path in damaged:
+            set_aside(path)
+    # Rank 0 decides for all: two ranks must not resume from different steps.
+    name = group.broadcast_text(found.name if found is not None else "")
+    if not name:
+        return None
+    checkpoint = load_checkpoint(
+        folder / name, decoder, optimizer, rank=group.ranks.rank, world_size=group.size
+    )
+    logbook.say(f"continuing from checkpoint {name}")
+    if checkpoint.random_state is None:
+        logbook.warn(
+            f"{name} was saved by {checkpoint.world_size} ranks and is continued by {group.size}: dropout draws "
+            "new numbers from here on"
+        )
+    return checkpoint
+
+
+def _enforce_memory_limit(
+    config: RunConfig,
+    corpus: Corpus,
+    decoder: Decoder,
+    optimizer: torch.optim.AdamW,
+    device: Device,
+    group: ProcessGroup,
+    logbook: Logbook,
+) -> None:
+    """Hold ``memory.device_memory_limit_bytes``: on CUDA by the allocator, on a CPU by counting one step.
+
+    All micro-batches have one shape, so one untimed step that leaves no trace stands for every step.
+    """
+    limit_bytes = config.memory.device_memory_limit_bytes
+    if limit_bytes is None:
+        return
+    if device.type == "cuda":
+        apply_cuda_limit(limit_bytes, device.torch_device)
+        return
+    with BatchLoader(
+        config,
+        corpus,
+        "train",
+        rank=group.ranks.rank,
+        world_size=group.size,
+        start_sample=0,
+        num_samples=config.training.global_batch_size,
+    ) as loader:
+        batch = next(iter(loader)).to(device.torch_device)
+
+    def one_step() -> None:
+        (decoder.loss_sum(batch) / max(batch.num_valid_tokens, 1)).backward()
+        clip_gradients(decoder.parameters(), config.training.clip_grad)
+        optimizer.step()
+
+    count = count_step(one_step, decoder=decoder, optimizer=optimizer, limit_bytes=limit_bytes)
+    unseen = f"; {unseen_with_compile()}" if config.fusion.compile else ""
+    if group.size > 1:
+        unseen += "; gradient buckets of data parallelism are not counted"
+    logbook.say(f"memory: {count.peak_bytes:,} of {limit_bytes:,} bytes live at the peak{unseen}")
+    logbook.event(
+        "window",
+        what="memory_count",
+        limit_bytes=limit_bytes,
+        peak_bytes=count.peak_bytes,
+        by_category=dict(count.by_category),
+        unseen=unseen.lstrip("; ") or None,
+    )

@@ -1,0 +1,37 @@
+"""A new run: its directory, with everything that is known before the first step."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.provenance import collect
+from drivetrain.archive.writer import RunWriter
+from drivetrain.config import LoadedConfig, config_hash, to_toml
+from drivetrain.engine.data.corpus import Corpus
+from drivetrain.engine.devices import select_device
+
+__all__ = ["create_run"]
+
+
+def create_run(loaded: LoadedConfig, corpus: Corpus, *, world_size: int, argv: Sequence[str]) -> Path:
+    """Make the run directory of ``loaded`` and return it."""
+    config = loaded.config
+    device = select_device(config.run)
+    manifest: Mapping[str, Any] = {
+        "config_hash": config_hash(config),
+        "layout": {"world_size": world_size, "data_parallel_size": world_size},
+        "provenance": collect(argv, Path(__file__).parent),
+        "devices": {"type": device.type, "name": device.name, "count": world_size},
+        "dataset": dataset_of(corpus),
+        "seed": config.run.seed,
+    }
+    name = config.run.name or loaded.name
+    with RunWriter.create(
+        config.run.runs_dir, name, config_toml=to_toml(config), manifest=manifest
+    ) as writer:
+        return writer.path
+
+
+def dataset_of(corpus: Corpus) -> dict[str, Any]:
+    """Identity of the corpus, as the manifest keeps it."""
+    return {"prefix": str(corpus.prefix), "fingerprint": corpus.fingerprint}

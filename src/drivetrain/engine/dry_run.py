@@ -1,0 +1,107 @@
+"""Build a run without starting it: everything that does not need memory, data or time."""
+
+from dataclasses import dataclass
+
+import torch
+
+from drivetrain.config import RunConfig
+from drivetrain.config.derive import num_microbatches, tokens_per_step
+from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.precision import compute_dtype
+from drivetrain.engine.schedule import learning_rate
+from drivetrain.measure.flops import model_flops
+from drivetrain.measure.parameters import parameter_count
+
+__all__ = ["DryRun", "ParameterShape", "dry_run"]
+
+_BYTES_OF_STATE = 16
+"""fp32 weight, fp32 gradient and two fp32 moments of each parameter."""
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """Name, shape and number of elements of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What would be built and done.
+
+    Attributes:
+        parameters: total number of parameters, counted on the built model.
+        state_bytes: bytes of weights, gradients and optimizer state of one rank; activations come on top.
+        logits_shape: (micro_batch_size, seq_length, vocab_size), from a forward pass without data.
+        learning_rates: (step, rate) at the first, middle and last step.
+    """
+
+    parameters: int
+    state_bytes: int
+    num_microbatches: int
+    tokens_per_step: int
+    total_tokens: int
+    model_flops_per_step: int
+    logits_shape: tuple[int, ...]
+    learning_rates: tuple[tuple[int, float], ...]
+    shapes: tuple[ParameterShape, ...]
+
+
+def dry_run(config: RunConfig, world_size: int) -> DryRun:
+    """Build the model on the meta device, run forward and backward of one micro-batch, walk the schedule.
+
+    Raises:
+        DrivetrainError: what would have stopped the run.
+    """
+    model, training = config.model, config.training
+    with torch.device("meta"):
+        decoder = Decoder(model, compute_dtype(config.precision))
+    batch = _empty_batch(training.micro_batch_size, model.seq_length)
+    logits = decoder(batch)
+    decoder.loss_sum(batch).backward()
+    shapes = tuple(
+        ParameterShape(name, tuple(parameter.shape), parameter.numel())
+        for name, parameter in decoder.named_parameters()
+    )
+    without_gradient = [name for name, parameter in decoder.named_parameters() if parameter.grad is None]
+    assert not without_gradient, f"parameters that no gradient reaches: {without_gradient}"
+    parameters = sum(shape.elements for shape in shapes)
+    assert parameters == parameter_count(model).total, "the counted model and the built one differ"
+    per_step = tokens_per_step(config)
+    total_tokens = per_step * training.train_iters
+    steps = sorted({0, training.train_iters // 2, training.train_iters - 1})
+    return DryRun(
+        parameters=parameters,
+        state_bytes=_BYTES_OF_STATE * parameters,
+        num_microbatches=num_microbatches(config, world_size),
+        tokens_per_step=per_step,
+        total_tokens=total_tokens,
+        model_flops_per_step=model_flops(
+            model,
+            tokens=per_step,
+            sum_squared_lengths=training.global_batch_size * model.seq_length**2,
+        ).total,
+        logits_shape=tuple(logits.shape),
+        learning_rates=tuple(
+            (step + 1, learning_rate(step * per_step, config.optimizer, config.lr_schedule, total_tokens))
+            for step in steps
+        ),
+        shapes=shapes,
+    )
+
+
+def _empty_batch(batch_size: int, seq_length: int) -> Batch:
+    ids = torch.empty(batch_size, seq_length, dtype=torch.int64, device="meta")
+    tokens = batch_size * seq_length
+    return Batch(
+        token_ids=ids,
+        labels=ids,
+        loss_mask=torch.empty(batch_size, seq_length, dtype=torch.bool, device="meta"),
+        position_ids=ids,
+        cu_seqlens=torch.arange(0, tokens + 1, seq_length, dtype=torch.int32),
+        num_valid_tokens=tokens,
+        sum_squared_lengths=batch_size * seq_length**2,
+    )

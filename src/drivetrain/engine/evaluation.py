@@ -1,0 +1,67 @@
+"""Held-out text: loss per token, and bits per byte, which does not depend on the tokenizer."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import record_function
+
+from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.parallel.process_group import ProcessGroup
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of one evaluation.
+
+    Attributes:
+        loss: cross-entropy in nats per valid token.
+        bits_per_byte: the same in bits, per byte of the predicted text; None where the tokenizer does not
+            say how many bytes a token stands for.
+        tokens: valid tokens evaluated, over all ranks.
+    """
+
+    loss: float
+    bits_per_byte: float | None
+    tokens: int
+
+
+@torch.no_grad()
+def evaluate(
+    decoder: Decoder,
+    batches: Iterable[Batch],
+    group: ProcessGroup,
+    device: torch.device,
+    bytes_per_token: torch.Tensor | None,
+) -> Evaluation:
+    """Mean loss over ``batches`` of all ranks.
+
+    Args:
+        bytes_per_token: (V,) int64 on the CPU, bytes each token id stands for; special tokens 0. A token
+            of 0 bytes counts in the loss and brings no bytes, so end-of-document costs bits as it should.
+    """
+    was_training = decoder.training
+    decoder.eval()
+    # fp64, so that the sum over many batches does not depend on how they are split over ranks.
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    tokens = 0
+    text_bytes = 0
+    with record_function("drivetrain/evaluation"):
+        for batch in batches:
+            loss_sum += decoder.loss_sum(batch.to(device)).double()
+            tokens += batch.num_valid_tokens
+            if bytes_per_token is not None:
+                text_bytes += int((bytes_per_token[batch.labels] * batch.loss_mask).sum())
+    decoder.train(was_training)
+    group.sum_(loss_sum)
+    tokens, text_bytes = group.start_sum([tokens, text_bytes]).wait()
+    nats = float(loss_sum.item())
+    return Evaluation(
+        loss=nats / max(tokens, 1),
+        bits_per_byte=nats / math.log(2) / text_bytes if text_bytes else None,
+        tokens=tokens,
+    )

@@ -1,0 +1,100 @@
+"""The training loop, to be read from top to bottom.
+
+:mod:`drivetrain.engine.assembly` builds what is used here, :mod:`drivetrain.engine.step` is the arithmetic
+of one step, :mod:`drivetrain.engine.recorder` turns its figures into metrics.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from drivetrain.engine.compilation import graphs_compiled
+from drivetrain.engine.evaluation import Evaluation
+from drivetrain.engine.schedule import learning_rate
+from drivetrain.engine.stop import StopRequest
+from drivetrain.engine.training_run import TrainingRun
+
+__all__ = ["Outcome", "train"]
+
+GC_INTERVAL = 1000
+"""Steps between collections of the garbage collector, which otherwise runs in the middle of any step."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the loop ended, and what held-out text says of the model."""
+
+    status: Literal["finished", "interrupted", "diverged"]
+    reason: str | None
+    validation: Evaluation | None
+
+
+def train(run: TrainingRun, stop: StopRequest) -> Outcome:
+    """Train until the last step, a request to stop, or a loss that is not finite."""
+    config, progress, recorder = run.config, run.progress, run.recorder
+    last_step = config.training.train_iters
+    validation: Evaluation | None = None
+    saved_at = progress.step if run.resumed else None
+
+    with _collect_garbage_at_chosen_steps(), run.train_batches() as batches:
+        while progress.step < last_step:
+            run.logbook.heartbeat(progress.step, "train")
+            graphs = graphs_compiled()
+            rate = learning_rate(progress.tokens, config.optimizer, config.lr_schedule, run.total_tokens)
+            figures = run.stepper.step(batches, rate, stop_requested=stop.requested)
+
+            progress.step += 1
+            progress.samples += config.training.global_batch_size
+            progress.tokens += figures.tokens
+            progress.effective_tokens += figures.valid_tokens
+            progress.model_flops += run.model_flops_of(figures)
+            tags = ["compile"] if graphs_compiled() != graphs else []
+            if progress.step % GC_INTERVAL == 0:
+                gc.collect(1)
+                tags.append("gc")
+            recorder.submit(figures, progress, tags)
+            recorder.close_step()
+
+            saves = due(config.checkpoint.save_interval, progress.step)
+            if saves:
+                recorder.flush(progress)
+            if recorder.diverged_at is not None:
+                break
+            if saves:
+                run.save(progress)
+                saved_at = progress.step
+            if due(config.training.eval_interval, progress.step) and progress.step < last_step:
+                validation = run.evaluate(progress)
+            if figures.stop_votes:
+                break
+
+    recorder.flush(progress)
+    if recorder.diverged_at is not None:
+        # The weights hold non-finite numbers by now: nothing worth saving, the last checkpoint is older.
+        return Outcome("diverged", f"the loss at step {recorder.diverged_at} is not finite", validation)
+    if saved_at != progress.step:
+        run.save(progress)
+    if progress.step < last_step:
+        return Outcome("interrupted", stop.signal_name or "another rank was asked to stop", validation)
+    if config.training.eval_iters:
+        validation = run.evaluate(progress)
+    return Outcome("finished", None, validation)
+
+
+def due(interval: int, step: int) -> bool:
+    """True at every ``interval``-th step; an interval of 0 never is."""
+    return interval > 0 and step % interval == 0
+
+
+@contextmanager
+def _collect_garbage_at_chosen_steps() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

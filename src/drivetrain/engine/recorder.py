@@ -1,0 +1,205 @@
+"""Figures of steps become metrics, one step late, so that nothing waits for the device.
+
+When step t is handed in, step t-1 has long finished on the device; reading its loss and its clock then
+costs no synchronisation. Everything a run measures about itself passes through here.
+"""
+
+import math
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.archive.writer import RankLog, RunWriter
+from drivetrain.config import RunConfig
+from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.progress import Progress
+from drivetrain.engine.step import StepFigures
+from drivetrain.engine.timing import Mark, elapsed_s, mark
+from drivetrain.measure.clock import StepClock
+from drivetrain.measure.flops import hardware_flops, model_flops
+from drivetrain.measure.peaks import Peak
+from drivetrain.monitor import Console, StepInfo
+
+__all__ = ["Recorder", "peak_memory_bytes"]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process held: allocated tensors on CUDA, the resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose figures may not be there yet."""
+
+    figures: StepFigures
+    counters: Progress
+    global_loss_sum: torch.Tensor
+    work: dist.Work | None
+    tags: tuple[str, ...]
+    ended: Mark | None = None
+
+
+@dataclass
+class _Interval:
+    """Sums over the steps since the last record."""
+
+    steps: int = 0
+    duration_s: float = 0.0
+    data_wait_s: float = 0.0
+    exposed_s: float = 0.0
+    hooks_s: float = 0.0
+    tokens: int = 0
+    effective_tokens: int = 0
+    flops: int = 0
+
+
+class Recorder:
+    """Feeds the clock, the run directory and the console from the steps' figures."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        peak: Peak | None,
+        writer: RunWriter | None,
+        console: Console | None,
+    ) -> None:
+        self.clock = StepClock()
+        self.last_loss: float | None = None
+        self.diverged_at: int | None = None
+        self._config = config
+        self._group = group
+        self._device = device
+        self._peak = peak
+        self._writer = writer
+        self.rank_log: RankLog | None = None
+        self._console = console
+        self._pending: _Pending | None = None
+        self._interval = _Interval()
+        self._hooks_s = 0.0
+
+    def submit(self, figures: StepFigures, progress: Progress, tags: Sequence[str]) -> None:
+        """Hand in the step that was just issued; the one before is recorded now."""
+        before = time.perf_counter()
+        total = figures.loss_sum.clone()
+        work = self._group.sum_(total, async_op=True)
+        self.flush(progress)
+        self._pending = _Pending(figures, replace(progress), total, work, tuple(tags))
+        self._hooks_s += time.perf_counter() - before
+
+    def close_step(self) -> None:
+        """The step ends here: what follows until the next one (evaluation, checkpoint) is not part of it."""
+        if self._pending is not None and self._pending.ended is None:
+            self._pending = replace(self._pending, ended=mark(self._device))
+
+    def flush(self, progress: Progress) -> None:
+        """Record the step that is still pending, waiting for the device if need be."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        assert pending.ended is not None, "close_step() ends every step"
+        if pending.work is not None:
+            pending.work.wait()
+        figures, counters = pending.figures, pending.counters
+        loss = float(pending.global_loss_sum.item()) / max(figures.valid_tokens, 1)
+        self.last_loss = loss
+        if not math.isfinite(loss) and self.diverged_at is None:
+            self.diverged_at = counters.step
+        smoothed = progress.smooth(loss) if math.isfinite(loss) else None
+        duration_s = elapsed_s(figures.started, pending.ended)
+        exposed_s = elapsed_s(*figures.exposed_wait) if figures.exposed_wait is not None else None
+        model, squares = self._config.model, figures.sum_squared_lengths
+        flops = model_flops(model, tokens=figures.tokens, sum_squared_lengths=squares).total
+        self.clock.record(
+            step=counters.step,
+            duration_s=duration_s,
+            data_wait_s=figures.data_wait_s,
+            exposed_comm_s=exposed_s,
+            tokens=figures.tokens,
+            effective_tokens=figures.valid_tokens,
+            model_flops=flops,
+            hardware_flops=hardware_flops(
+                model, tokens=figures.tokens, sum_squared_lengths=squares, recompute="none"
+            ).total,
+            tags=pending.tags,
+        )
+        self._gather(figures, duration_s, exposed_s, flops)
+        last = counters.step == self._config.training.train_iters
+        if counters.step % self._config.monitor.log_interval == 0 or last or self.diverged_at is not None:
+            self._log(pending, loss, smoothed, exposed_s is not None)
+
+    def _gather(self, figures: StepFigures, duration_s: float, exposed_s: float | None, flops: int) -> None:
+        interval = self._interval
+        interval.steps += 1
+        interval.duration_s += duration_s
+        interval.data_wait_s += figures.data_wait_s
+        interval.exposed_s += exposed_s or 0.0
+        interval.tokens += figures.tokens
+        interval.effective_tokens += figures.valid_tokens
+        interval.flops += flops
+
+    def _log(self, pending: _Pending, loss: float, smoothed: float | None, several_ranks: bool) -> None:
+        interval, self._interval = self._interval, _Interval()
+        hooks_s, self._hooks_s = self._hooks_s, 0.0
+        metrics = self._metrics(pending, interval, loss, smoothed)
+        metrics["time/hooks_s"] = hooks_s / interval.steps
+        if several_ranks:
+            metrics["time/comm_exposed_s"] = interval.exposed_s / interval.steps
+        counters = pending.counters
+        if self._writer is not None:
+            self._writer.log_metrics(counters.step, metrics, pending.tags)
+        if self.rank_log is not None:
+            self.rank_log.log(counters.step, _own_times(metrics))
+        if self._console is not None:
+            self._console.step(
+                StepInfo(
+                    step=counters.step,
+                    total_steps=self._config.training.train_iters,
+                    samples=counters.samples,
+                    global_batch_size=self._config.training.global_batch_size,
+                    metrics=metrics,
+                    tags=pending.tags,
+                )
+            )
+
+    def _metrics(
+        self, pending: _Pending, interval: _Interval, loss: float, smoothed: float | None
+    ) -> dict[str, float | None]:
+        figures, counters = pending.figures, pending.counters
+        devices = self._group.size
+        seconds = interval.duration_s
+        flops_per_device = interval.flops / seconds / devices
+        memory_key = "allocated" if self._device.type == "cuda" else "process_rss"
+        return {
+            "train/loss": loss,
+            "train/loss_ema": smoothed,
+            "train/grad_norm": float(figures.grad_norm.item()),
+            "train/grad_clip_coef": float(figures.clip_coefficient.item()),
+            "optim/lr": figures.learning_rate,
+            "time/step_s": seconds / interval.steps,
+            "time/data_wait_s": interval.data_wait_s / interval.steps,
+            "throughput/tokens_per_sec": interval.tokens / seconds,
+            "throughput/device/tokens_per_sec": interval.tokens / seconds / devices,
+            "throughput/effective_tokens_per_sec": interval.effective_tokens / seconds,
+            "throughput/device/flops_per_sec": flops_per_device,
+            "throughput/device/mfu": flops_per_device / self._peak.value if self._peak is not None else None,
+            f"memory/{memory_key}_peak_bytes": float(peak_memory_bytes(self._device)),
+            "progress/tokens": counters.tokens,
+            "progress/effective_tokens": counters.effective_tokens,
+            "progress/samples": counters.samples,
+            "progress/flops": counters.model_flops,
+        }
+
+
+def _own_times(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """What differs between ranks: own work is the step without the two waits."""
+    return {key: metrics.get(key) for key in ("time/step_s", "time/comm_exposed_s", "time/data_wait_s")}

@@ -1,0 +1,115 @@
+"""One optimizer step: the arithmetic of training, and the figures it leaves behind.
+
+Nothing here reads a device value on the host; losses and norms stay tensors until the recorder asks.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import record_function
+
+from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.optimizer import clip_gradients
+from drivetrain.engine.parallel.data_parallel import DataParallel
+from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.timing import Mark, mark
+
+__all__ = ["StepFigures", "Stepper"]
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one step did. Tensors are on the device and may not be computed yet.
+
+    Attributes:
+        loss_sum: cross-entropy summed over this rank's valid tokens, fp32 scalar.
+        grad_norm: global gradient norm before clipping, fp32 scalar.
+        clip_coefficient: factor the gradients were scaled by, fp32 scalar.
+        valid_tokens, tokens, sum_squared_lengths: totals over all ranks.
+        stop_votes: ranks that were asked to stop.
+        data_wait_s: host seconds this rank waited for its batches.
+        started: the device's clock at the start of the step.
+        exposed_wait: marks around the wait for gradients; None for a single rank.
+    """
+
+    loss_sum: torch.Tensor
+    grad_norm: torch.Tensor
+    clip_coefficient: torch.Tensor
+    valid_tokens: int
+    tokens: int
+    sum_squared_lengths: int
+    stop_votes: int
+    learning_rate: float
+    data_wait_s: float
+    started: Mark
+    exposed_wait: tuple[Mark, Mark] | None
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """Everything one step needs."""
+
+    decoder: Decoder
+    data_parallel: DataParallel
+    optimizer: torch.optim.Optimizer
+    group: ProcessGroup
+    device: torch.device
+    num_microbatches: int
+    max_norm: float
+
+    def step(self, batches: Iterator[Batch], learning_rate: float, *, stop_requested: bool) -> StepFigures:
+        """Fetch, forward, backward, clip, update.
+
+        The loss of each micro-batch is divided by the number of valid tokens of the *whole* global batch,
+        so that neither the number of ranks nor the micro-batch split changes the gradient.
+        """
+        started = mark(self.device)
+        with record_function("drivetrain/fetch"):
+            before = time.perf_counter()
+            micro_batches = [next(batches) for _ in range(self.num_microbatches)]
+            data_wait_s = time.perf_counter() - before
+        totals = self.group.start_sum(
+            [
+                sum(batch.num_valid_tokens for batch in micro_batches),
+                sum(batch.token_ids.numel() for batch in micro_batches),
+                sum(batch.sum_squared_lengths for batch in micro_batches),
+                int(stop_requested),
+            ]
+        )
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = learning_rate
+
+        loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
+        counts: list[int] = []
+        for index, host_batch in enumerate(micro_batches):
+            with record_function("drivetrain/h2d"):
+                batch = host_batch.to(self.device)
+            with self.data_parallel.micro_batch(last=index == self.num_microbatches - 1):
+                with record_function("drivetrain/forward"):
+                    loss = self.data_parallel.loss_sum(batch)
+                counts = counts or totals.wait()
+                with record_function("drivetrain/backward"):
+                    (loss / max(counts[0], 1)).backward()
+            loss_sum += loss.detach()
+
+        with record_function("drivetrain/optimizer"):
+            grad_norm, clip_coefficient = clip_gradients(self.decoder.parameters(), self.max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        wait = self.data_parallel.exposed_wait
+        return StepFigures(
+            loss_sum=loss_sum,
+            grad_norm=grad_norm,
+            clip_coefficient=clip_coefficient,
+            valid_tokens=counts[0],
+            tokens=counts[1],
+            sum_squared_lengths=counts[2],
+            stop_votes=counts[3],
+            learning_rate=learning_rate,
+            data_wait_s=data_wait_s,
+            started=started,
+            exposed_wait=wait.take() if wait is not None else None,
+        )

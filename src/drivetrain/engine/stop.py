@@ -1,0 +1,50 @@
+"""Signals that ask a run to stop: state is saved at the end of the step, then the run ends.
+
+A second SIGINT does not wait: it raises KeyboardInterrupt where the program stands.
+"""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["StopRequest"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """While entered, SIGINT and SIGTERM set :attr:`requested` instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.signal_name: str | None = None
+        self._interrupts = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        # Python delivers signals to the main thread only; a run in another thread cannot catch them.
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self.requested = True
+        self.signal_name = signal.Signals(number).name
+
+    def ask(self, because: str) -> None:
+        """Ask from inside the program, as a signal would."""
+        self.requested = True
+        self.signal_name = because

@@ -1,0 +1,69 @@
+"""The figures of a run at its end: the document of ``train --json`` and of ``summary.json``."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from drivetrain.engine.devices import PeakAnswer
+from drivetrain.engine.loop import Outcome
+from drivetrain.engine.recorder import peak_memory_bytes
+from drivetrain.engine.training_run import TrainingRun
+
+__all__ = ["summarise"]
+
+
+def summarise(
+    run: TrainingRun, outcome: Outcome, run_path: Path, elapsed_s: float, peak: PeakAnswer
+) -> dict[str, Any]:
+    """Every figure with its rule; None where it is unknown, and then ``reasons`` says why.
+
+    Called on every rank: the peak memory is the largest of them.
+    """
+    figures = run.recorder.clock.summary(
+        run.group.size, peak.peak, elapsed_s=elapsed_s, peak_reason=peak.reason
+    )
+    validation = outcome.validation
+    reasons = dict(figures.reasons)
+    if run.recorder.last_loss is None:
+        reasons["final_loss"] = "no step was run in this segment"
+    if validation is None:
+        reasons["validation_loss"] = (
+            "training.eval_iters is 0"
+            if run.config.training.eval_iters == 0
+            else f"the run was {outcome.status}"
+        )
+    elif validation.bits_per_byte is None:
+        reasons["validation_bits_per_byte"] = "the tokenizer does not tell the bytes of a token"
+    return {
+        "run": str(run_path),
+        "status": outcome.status,
+        "final_loss": run.recorder.last_loss,
+        "validation_loss": validation.loss if validation is not None else None,
+        "validation_bits_per_byte": validation.bits_per_byte if validation is not None else None,
+        "tokens_per_second": figures.tokens_per_second,
+        "effective_tokens_per_second": figures.effective_tokens_per_second,
+        "mfu": figures.mfu,
+        "hfu": figures.hfu,
+        "effective_mfu": figures.effective_mfu,
+        "step_time_s": dataclasses.asdict(figures.step_time_s),
+        "data_wait_frac": figures.data_wait_frac,
+        "communication_exposed_frac": figures.communication_exposed_frac,
+        "peak_memory_bytes": int(run.group.maximum(peak_memory_bytes(run.device.torch_device))),
+        "mfu_rule": {
+            "flops_rule": figures.flops_rule,
+            "token_rule": figures.token_rule,
+            "peak_source": figures.peak_source,
+            "window": figures.window,
+        },
+        "memory_rule": (
+            "largest allocated tensor bytes of any rank"
+            if run.device.type == "cuda"
+            else "largest resident set of any rank's process, the interpreter and libraries included"
+        ),
+        "steps": run.progress.step,
+        "tokens": run.progress.tokens,
+        "effective_tokens": run.progress.effective_tokens,
+        "wall": dataclasses.asdict(figures.wall),
+        "findings": list(figures.findings),
+        "reasons": reasons,
+    }

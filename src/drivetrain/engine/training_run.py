@@ -1,0 +1,162 @@
+"""A run as the loop sees it: what it trains, what it has done, and the things it does now and then."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import record_function
+
+from drivetrain.archive.heartbeat import Heartbeat
+from drivetrain.archive.writer import RunWriter
+from drivetrain.config import RunConfig, total_tokens
+from drivetrain.engine.checkpoint import save_checkpoint
+from drivetrain.engine.data.corpus import Corpus
+from drivetrain.engine.data.loader import BatchLoader
+from drivetrain.engine.devices import Device
+from drivetrain.engine.evaluation import Evaluation, evaluate
+from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.progress import Progress
+from drivetrain.engine.recorder import Recorder
+from drivetrain.engine.step import StepFigures, Stepper
+from drivetrain.measure.flops import model_flops
+from drivetrain.monitor import Console
+
+__all__ = ["Logbook", "TrainingRun"]
+
+
+@dataclass(frozen=True)
+class Logbook:
+    """Where a process writes what happens. Rank 0 has all three; on the others nothing is written."""
+
+    writer: RunWriter | None = None
+    beat: Heartbeat | None = None
+    console: Console | None = None
+
+    def event(self, kind: str, **fields: object) -> None:
+        """Append to the run's events."""
+        if self.writer is not None:
+            self.writer.event(kind, **fields)
+
+    def say(self, text: str) -> None:
+        """Show a line to the person at the terminal."""
+        if self.console is not None:
+            self.console.say(text)
+
+    def warn(self, text: str) -> None:
+        """An event and a line."""
+        self.event("warning", message=text)
+        self.say(f"warning: {text}")
+
+    def heartbeat(self, step: int, phase: str) -> None:
+        """Tell the heartbeat where the run is."""
+        if self.beat is not None:
+            self.beat.update(step=step, phase=phase)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Everything :func:`drivetrain.engine.loop.train` needs."""
+
+    config: RunConfig
+    group: ProcessGroup
+    device: Device
+    corpus: Corpus
+    decoder: Decoder
+    optimizer: torch.optim.AdamW
+    stepper: Stepper
+    recorder: Recorder
+    progress: Progress
+    resumed: bool
+    logbook: Logbook
+    checkpoint_folder: Path
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run."""
+        return total_tokens(self.config)
+
+    def model_flops_of(self, figures: StepFigures) -> int:
+        """Model FLOPs of a step over all ranks."""
+        return model_flops(
+            self.config.model, tokens=figures.tokens, sum_squared_lengths=figures.sum_squared_lengths
+        ).total
+
+    @contextmanager
+    def train_batches(self) -> Iterator[Iterator[Batch]]:
+        """This rank's micro-batches from where the run stands to its last step."""
+        training = self.config.training
+        remaining = (training.train_iters - self.progress.step) * training.global_batch_size
+        with BatchLoader(
+            self.config,
+            self.corpus,
+            "train",
+            rank=self.group.ranks.rank,
+            world_size=self.group.size,
+            start_sample=self.progress.samples,
+            num_samples=remaining,
+        ) as loader:
+            yield iter(loader)
+
+    def evaluate(self, progress: Progress) -> Evaluation:
+        """Loss on held-out text, recorded as an event. The time counts as maintenance."""
+        training = self.config.training
+        with self._maintenance("evaluation"), BatchLoader(
+            self.config,
+            self.corpus,
+            "validation",
+            rank=self.group.ranks.rank,
+            world_size=self.group.size,
+            start_sample=0,
+            num_samples=training.eval_iters * training.global_batch_size,
+        ) as loader:
+            result = evaluate(
+                self.decoder, loader, self.group, self.device.torch_device, self._bytes_per_token()
+            )
+        self.logbook.event(
+            "evaluation",
+            step=progress.step,
+            loss=result.loss,
+            bits_per_byte=result.bits_per_byte,
+            tokens=result.tokens,
+        )
+        bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
+        self.logbook.say(
+            f"step {progress.step}: validation loss {result.loss:.4f}{bits} ({result.tokens:,} tokens)"
+        )
+        return result
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint, recorded as an event. The time counts as maintenance."""
+        self.recorder.flush(progress)
+        with self._maintenance("checkpoint"), record_function("drivetrain/checkpoint"):
+            path = save_checkpoint(
+                self.checkpoint_folder,
+                progress.step,
+                model=self.config.model,
+                decoder=self.decoder,
+                optimizer=self.optimizer,
+                trainer_state=progress.to_dict(),
+                keep_latest_k=self.config.checkpoint.keep_latest_k,
+                tokenizer_file=self.corpus.tokenizer_file,
+                rank=self.group.ranks.rank,
+                world_size=self.group.size,
+                barrier=self.group.barrier,
+            )
+        self.logbook.event("checkpoint", step=progress.step, path=path.name)
+
+    def _bytes_per_token(self) -> torch.Tensor | None:
+        lengths = self.corpus.token_byte_lengths()
+        return torch.from_numpy(lengths.values).long() if lengths.values is not None else None
+
+    @contextmanager
+    def _maintenance(self, kind: str) -> Iterator[None]:
+        self.logbook.heartbeat(self.progress.step, kind)
+        before = time.perf_counter()
+        yield
+        self.recorder.clock.maintenance(kind, time.perf_counter() - before)
+        self.logbook.heartbeat(self.progress.step, "train")

@@ -1,0 +1,123 @@
+"""One process of a run, from its directory to its end: build, train, report."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.archive.heartbeat import Heartbeat
+from drivetrain.archive.reader import open_run
+from drivetrain.archive.writer import RankLog, RunWriter
+from drivetrain.config import RunConfig
+from drivetrain.engine.assembly import assemble
+from drivetrain.engine.devices import peak_for, select_device, set_threads, thread_count
+from drivetrain.engine.loop import Outcome, train
+from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks, join
+from drivetrain.engine.random_state import set_deterministic
+from drivetrain.engine.stop import StopRequest
+from drivetrain.engine.summary import summarise
+from drivetrain.engine.training_run import Logbook, TrainingRun
+from drivetrain.errors import DrivetrainError
+from drivetrain.monitor import Console
+
+__all__ = ["WorkerResult", "work"]
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """How this process ended, and on rank 0 the run's summary."""
+
+    outcome: Outcome
+    summary: dict[str, Any] | None
+
+
+def work(run_path: Path, ranks: Ranks) -> WorkerResult:
+    """Train the run in ``run_path`` as one of its ranks; continues where its checkpoints end.
+
+    Raises:
+        DrivetrainError: bad input; the run is marked failed with the message.
+    """
+    started = time.perf_counter()
+    opened = open_run(run_path)
+    config = opened.config()
+    device = select_device(config.run, ranks.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.torch_device)
+    threads = set_threads(thread_count(config.run, ranks.local_world_size))
+    set_deterministic(config.run.deterministic)
+    with (
+        join(ranks, device.type, config.parallelism.distributed_timeout_minutes) as group,
+        StopRequest() as stop,
+        _logbook(run_path, config, group) as logbook,
+    ):
+        with _failure_recorded(logbook):
+            peak = peak_for(device, config.precision.params_dtype, threads.compute)
+            fingerprint = str(opened.manifest["dataset"]["fingerprint"])
+            run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint)
+            _begin(run, run_path, threads.compute, peak.reason)
+            outcome = train(run, stop)
+        summary = summarise(run, outcome, run_path, time.perf_counter() - started, peak)
+        _end(logbook, outcome, summary)
+        return WorkerResult(outcome, summary if group.is_main else None)
+
+
+@contextmanager
+def _logbook(run_path: Path, config: RunConfig, group: ProcessGroup) -> Iterator[Logbook]:
+    """What this rank writes to: everything on rank 0, on the others their own times if asked for."""
+    with ExitStack() as stack:
+        if not group.is_main:
+            yield Logbook()
+            return
+        console = stack.enter_context(Console(config.training.train_iters))
+        writer = stack.enter_context(RunWriter.resume(run_path, on_fault=console.say))
+        beat = stack.enter_context(Heartbeat(run_path, phase="setup", on_fault=console.say))
+        yield Logbook(writer=writer, beat=beat, console=console)
+
+
+@contextmanager
+def _failure_recorded(logbook: Logbook) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        logbook.event("end", status="killed", reason="interrupted twice; nothing was saved")
+        raise
+    except DrivetrainError as error:
+        logbook.event("end", status="failed", reason=str(error), bad_input=True)
+        raise
+    except BaseException as error:
+        logbook.event("end", status="failed", reason=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _begin(run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | None) -> None:
+    """Open the segment, on every rank that writes, and say where the run starts from."""
+    first = run.progress.step + 1
+    logbook, group = run.logbook, run.group
+    segment = 0
+    if logbook.writer is not None:
+        segment = logbook.writer.open_segment(first)
+        logbook.event(
+            "resume" if run.resumed else "start",
+            step=run.progress.step,
+            threads=num_threads,
+            device=run.device.name,
+        )
+        if no_peak is not None:
+            logbook.event("warning", message=f"no MFU: {no_peak}")
+            logbook.say(f"no MFU: {no_peak}")
+    segment = int(group.broadcast_text(str(segment)))
+    if run.config.monitor.log_rank_times:
+        run.recorder.rank_log = RankLog(run_path, segment=segment, rank=group.ranks.rank, start_step=first)
+
+
+def _end(logbook: Logbook, outcome: Outcome, summary: dict[str, Any]) -> None:
+    if logbook.writer is not None:
+        logbook.writer.write_summary(summary)
+    status = "failed" if outcome.status == "diverged" else outcome.status
+    logbook.event("end", status=status, reason=outcome.reason)
+    if outcome.reason is not None:
+        logbook.say(f"{outcome.status}: {outcome.reason}")

@@ -180,7 +180,8 @@ def _show(name: str, figure: "TrainingFigure", answer: "UtilisationAnswer") -> N
     console = Console(highlight=False)
     console.print(
         f"{name}: {figure.global_batch_size:,} x {figure.seq_length:,} = {figure.tokens_per_step:,} "
-        f"tokens a step, {figure.seconds:.4g} s, {figure.devices:,} device(s), {answer.tokens_per_second:,.0f} tokens/s"
+        f"tokens a step, {figure.seconds:.4g} s, {figure.devices:,} device(s), "
+        f"{answer.tokens_per_second:,.0f} tokens/s"
     )
     console.print(escape(f"peak {figure.peak.value / 1e12:,.1f} TFLOP/s a device ({figure.peak.source})"))
     ours = Table("figure", "value", "model FLOPs a step", "how", title="our rule", title_justify="left")

@@ -48,16 +48,14 @@ class LineWriter:
     def write_bytes(self, document: bytes) -> None:
         """Append one object that is JSON already, without its newline."""
         data = document + b"\n"
+        written = 0
         try:
-            written = os.write(self._descriptor, data)
-            if written != len(data):
-                self._take_back(written)
-                # The kernel reports the cause of a short write only to the next one.
-                written = os.write(self._descriptor, data)
-            if written != len(data):
-                self._take_back(written)
-                raise OSError(None, "the line was written in part only")
+            # One write, but on a full disk: what fits is written and only the next attempt says why.
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
         except OSError as error:
+            if written:
+                self._take_back(written)
             self._fault(error)
 
     def sync(self) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from drivetrain.config import DataConfig, ModelConfig
 from drivetrain.engine.data.fingerprint import combined_fingerprint
 from drivetrain.engine.data.indexed import IndexedReader, index_path, tokens_path
 from drivetrain.engine.data.meta import CorpusMeta, fingerprints, meta_path, read_meta, write_meta
-from drivetrain.engine.data.prepare import tokenizer_file
+from drivetrain.engine.data.prepare import tokenizer_path_of
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
 from drivetrain.engine.data.standard_library import standard_library_corpus
 from drivetrain.engine.data.tokenizer import (
@@ -23,6 +23,9 @@ from drivetrain.engine.data.tokenizer import (
     tokenizer_hash,
 )
 from drivetrain.errors import DataError, EnvironmentFault
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Corpus", "ensure_corpus"]
 
@@ -38,7 +41,7 @@ class Corpus:
         reader: documents and tokens.
         meta: its facts.
         tokenizer: None where the corpus has none; then text cannot be generated or measured in bytes.
-        tokenizer_path: file the tokenizer came from.
+        tokenizer_file: where the tokenizer came from.
         fingerprint: hex SHA-256 of both files (see ``fingerprint``) and the tokenizer.
         eod_id: the id that ends a document; None where it is not known (document borders always are).
         vocab_size: rows of the model's embedding, which every id is below.
@@ -48,7 +51,7 @@ class Corpus:
     reader: IndexedReader
     meta: CorpusMeta
     tokenizer: Tokenizer | None
-    tokenizer_path: Path | None
+    tokenizer_file: Path | None
     fingerprint: str
     eod_id: int | None
     vocab_size: int
@@ -95,7 +98,7 @@ class Corpus:
             reader=reader,
             meta=meta,
             tokenizer=tokenizer,
-            tokenizer_path=path,
+            tokenizer_file=path,
             fingerprint=combined_fingerprint(meta.files["bin"], meta.files["idx"], tokenizer_sha256 or ""),
             eod_id=eod_id,
             vocab_size=vocab_size if vocab_size is not None else meta.max_id + 1,
@@ -106,7 +109,7 @@ class Corpus:
         if self.tokenizer is None:
             raise DataError(
                 f"the corpus {self.prefix!r} has no tokenizer: give data.tokenizer_path, "
-                f"or put it at {tokenizer_file(self.prefix)}"
+                f"or put it at {tokenizer_path_of(self.prefix)}"
             )
         return self.tokenizer
 
@@ -123,9 +126,16 @@ class Corpus:
                 f"bytes per token are not known: the corpus holds id {self.meta.max_id}, "
                 f"the tokenizer has {len(lengths.values)} ids",
             )
-        values = np.zeros(max(self.vocab_size, len(lengths.values)), dtype=np.int32)
+        values: NDArray[np.int32] = np.zeros(max(self.vocab_size, len(lengths.values)), dtype=np.int32)
         values[: len(lengths.values)] = lengths.values
         return TokenByteLengths(values)
+
+    def bytes_per_token(self) -> "torch.Tensor | None":
+        """``token_byte_lengths`` as (vocab_size,) int64 on the CPU; None where they are not known."""
+        import torch
+
+        values = self.token_byte_lengths().values
+        return None if values is None else torch.from_numpy(values.astype(np.int64))
 
 
 def ensure_corpus(data: DataConfig, model: ModelConfig, progress: ProgressCallback = silent) -> Corpus:
@@ -197,7 +207,7 @@ def _first_at_least(tokens: NDArray[Any], bound: int) -> int:
 def _tokenizer_path(prefix: str | Path, given: str | Path | None, meta: CorpusMeta) -> Path | None:
     if given is not None:
         return Path(given)
-    candidates = (tokenizer_file(prefix), Path(prefix).parent / "tokenizer.json")
+    candidates = (tokenizer_path_of(prefix), Path(prefix).parent / "tokenizer.json")
     found = next((path for path in candidates if path.is_file()), None)
     if found is None and meta.tokenizer_sha256 is not None:
         raise DataError(

@@ -312,5 +312,6 @@ def _check_documents(path: Path, documents: NDArray[np.int64], num_sequences: in
         or bool((documents[1:] < documents[:-1]).any())
     ):
         raise DataError(
-            f"{path} is damaged: its document index must rise from 0 to {num_sequences}, the number of sequences"
+            f"{path} is damaged: its document index must rise from 0 to {num_sequences}, "
+            "the number of sequences"
         )

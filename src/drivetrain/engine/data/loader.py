@@ -62,11 +62,12 @@ class BatchLoader(Iterator[Batch]):
     Args:
         config: the run; read are model.seq_length, data, training's batch sizes and run.seed.
         corpus: an opened corpus.
-        split: ``train`` (endless unless ``steps`` is given) or ``validation`` (at most one pass; samples
-            that fill its last global batch carry no loss).
+        split: ``train`` (endless without ``num_samples``) or ``validation`` (at most one pass; samples that
+            fill its last global batch carry no loss).
         rank, world_size: this process among the data-parallel ranks.
         start_sample: samples consumed before, over all ranks.
-        steps: global batches to give.
+        num_samples: samples to give, over all ranks: a multiple of the global batch.
+        num_workers: instead of ``data.num_workers``.
     Attributes:
         num_steps: global batches it gives; None for endless.
         num_microbatches: micro-batches in a step of this rank.
@@ -85,7 +86,8 @@ class BatchLoader(Iterator[Batch]):
         rank: int = 0,
         world_size: int = 1,
         start_sample: int = 0,
-        steps: int | None = None,
+        num_samples: int | None = None,
+        num_workers: int | None = None,
     ) -> None:
         training, data = config.training, config.data
         per_pass = training.micro_batch_size * world_size
@@ -94,9 +96,11 @@ class BatchLoader(Iterator[Batch]):
         self.samples_per_epoch = sequences.num_samples
         self.tokens_per_epoch = sequences.num_tokens
         self.num_microbatches = training.global_batch_size // per_pass
+        assert num_samples is None or num_samples % training.global_batch_size == 0
+        steps = None if num_samples is None else num_samples // training.global_batch_size
         if split == "validation":
             one_pass = -(-(sequences.num_samples - start_sample) // training.global_batch_size)
-            steps = one_pass if steps is None else min(steps, one_pass)
+            steps = max(0, one_pass if steps is None else min(steps, one_pass))
         self.num_steps = steps
         self._micro_batches = _MicroBatches(
             sequences, rank, world_size, start_sample, training.global_batch_size, training.micro_batch_size
@@ -104,8 +108,9 @@ class BatchLoader(Iterator[Batch]):
         self._given = 0
         self._children: list[Any] = []
         self._workers: Iterator[Batch | _Failure] | None = None
-        if data.num_workers and split == "train":
-            self._workers = self._start_workers(data.num_workers, data.prefetch_factor)
+        num_workers = data.num_workers if num_workers is None else num_workers
+        if num_workers and split == "train" and self.num_steps != 0:
+            self._workers = self._start_workers(num_workers, data.prefetch_factor)
 
     def _start_workers(self, num_workers: int, prefetch_factor: int) -> Iterator[Batch | _Failure]:
         # A fork of this process would copy torch's threads in an unknown state.

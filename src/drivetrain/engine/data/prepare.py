@@ -25,7 +25,7 @@ from drivetrain.engine.data.tokenizer import (
 )
 from drivetrain.errors import DataError
 
-__all__ = ["DEFAULT_VOCABULARY", "prepare", "prepare_sources", "tokenizer_file"]
+__all__ = ["DEFAULT_VOCABULARY", "prepare", "prepare_sources", "tokenizer_path_of"]
 
 DEFAULT_VOCABULARY = 8192
 """Ids of a tokenizer that is trained when neither a size nor a file was given."""
@@ -35,7 +35,7 @@ BATCH_CHARACTERS = 1 << 22
 SAMPLING_KEY = 0x746F6B656E
 
 
-def tokenizer_file(prefix: str | Path) -> Path:
+def tokenizer_path_of(prefix: str | Path) -> Path:
     """Where the tokenizer of a prepared corpus is kept."""
     return Path(f"{prefix}.tokenizer.json")
 
@@ -131,7 +131,7 @@ def prepare_sources(
             )
             # The old index goes first and the new one comes last, so that the facts never belong to others.
             index_path(output_prefix).unlink(missing_ok=True)
-            write_text(tokenizer_file(output_prefix), tokenizer.to_str(pretty=True))
+            write_text(tokenizer_path_of(output_prefix), tokenizer.to_str(pretty=True))
             write_meta(output_prefix, meta)
             writer.commit()
     return meta

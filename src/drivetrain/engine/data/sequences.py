@@ -63,9 +63,9 @@ class Sequences:
         if self.num_samples == 0:
             raise DataError(
                 f"the {split} split of {corpus.prefix!r} has {self.num_tokens:,} tokens in "
-                f"{len(self._pieces):,} documents; one sample takes {seq_length + 1:,} (model.seq_length + 1). "
-                "Use a larger corpus, a shorter model.seq_length, or another data.split "
-                f"(training,validation; now {data.split!r})"
+                f"{len(self._pieces):,} documents; one sample takes {seq_length + 1:,} "
+                "(model.seq_length + 1). Use a larger corpus, a shorter model.seq_length, "
+                f"or another data.split (training,validation; now {data.split!r})"
             )
 
     def windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:

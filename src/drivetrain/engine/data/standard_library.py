@@ -12,7 +12,7 @@ from drivetrain.archive.atomic import write_fault
 from drivetrain.engine.data.documents import Source
 from drivetrain.engine.data.indexed import IndexedReader, index_path, tokens_path
 from drivetrain.engine.data.meta import fingerprints, read_meta
-from drivetrain.engine.data.prepare import prepare_sources, tokenizer_file
+from drivetrain.engine.data.prepare import prepare_sources, tokenizer_path_of
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
 from drivetrain.engine.data.tokenizer import SMALLEST_VOCABULARY
 from drivetrain.errors import DataError
@@ -56,9 +56,7 @@ def standard_library_corpus(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(
-            f"the cache folder {folder} cannot be made: {error.strerror}; set DRIVETRAIN_CACHE"
-        ) from error
+        raise write_fault(folder, error, "set DRIVETRAIN_CACHE to a folder for the corpus") from error
     with _only_one(folder / "lock", progress):
         if not _is_whole(prefix, progress):
             # Under the lock nobody else writes here: these are what a killed process left.
@@ -87,7 +85,7 @@ def _is_whole(prefix: Path, progress: ProgressCallback) -> bool:
         progress(Progress(f"preparing the corpus again: {error}"))
         return False
     present = fingerprints(tokens_path(prefix), index_path(prefix))
-    if meta is None or meta.files != present or not tokenizer_file(prefix).exists():
+    if meta is None or meta.files != present or not tokenizer_path_of(prefix).exists():
         progress(Progress("preparing the corpus again: its files are not those that were written"))
         return False
     return True

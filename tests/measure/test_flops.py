@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -178,6 +178,7 @@ def positions(length: int, window: int) -> float:
     return sum(min(i, window) - (0.5 if i <= window else 0.0) for i in range(1, length + 1))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 70))
 def test_window_pairs_equal_the_sum_over_positions(lengths: list[int], window: int) -> None:
     assert attention_pairs(lengths, True, window) == sum(positions(length, window) for length in lengths)
@@ -185,6 +186,7 @@ def test_window_pairs_equal_the_sum_over_positions(lengths: list[int], window: i
     assert 0 <= exact - attention_pairs(lengths, True, window) <= sum(min(n, window) for n in lengths) / 2
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 70))
 def test_a_wider_window_never_costs_less_and_a_window_over_the_document_is_none(
     length: int, window: int

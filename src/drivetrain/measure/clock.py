@@ -200,52 +200,47 @@ class StepClock:
             peak_reason: why there is no peak.
         """
         assert world_size >= 1
-        steady = [index for index, bits in enumerate(self._tags) if bits == 0]
-        everything = range(len(self._tags))
-        seconds = self._sum("duration_s", steady)
-        reasons = self._reasons(steady, world_size, peak_flops, peak_reason)
-        timed = seconds if seconds > 0 else None
+        indices = [index for index, bits in enumerate(self._tags) if bits == 0]
         capacity = peak_flops.value * world_size if peak_flops is not None else None
-
-        def rate(column: str, per: float | None, indices: Sequence[int] = steady) -> float | None:
-            return self._sum(column, indices) / per if per else None
-
-        def utilisation(column: str, per: float | None, indices: Sequence[int] = steady) -> float | None:
-            return rate(column, per * capacity if per and capacity else None, indices)
-
-        mfu, hfu = utilisation("model_flops", timed), utilisation("hardware_flops", timed)
-        steps_s = self._sum("duration_s", everything)
-        known_s = steps_s + sum(self._maintenance_s.values())
-        wall_s = known_s if elapsed_s is None else max(elapsed_s, known_s)
-        exposed_known = bool(steady) and all(self._has_exposed[index] for index in steady)
+        steady = _Rates(self, indices, self._sum("duration_s", indices), capacity)
+        mfu, hfu = steady.utilisation("model_flops"), steady.utilisation("hardware_flops")
+        flops_per_second = steady.rate("model_flops")
+        communicates = world_size > 1 and all(self._has_exposed[index] for index in indices)
         return Throughput(
-            tokens_per_second=rate("tokens", timed),
-            effective_tokens_per_second=rate("effective_tokens", timed),
+            tokens_per_second=steady.rate("tokens"),
+            effective_tokens_per_second=steady.rate("effective_tokens"),
             mfu=mfu,
             hfu=hfu,
-            effective_mfu=utilisation("effective_flops", timed),
-            flops_per_second_per_device=rate("model_flops", timed * world_size if timed else None),
-            step_time_s=self._step_time(steady),
-            data_wait_frac=rate("data_wait_s", timed),
-            communication_exposed_frac=(
-                rate("exposed_comm_s", timed) if world_size > 1 and exposed_known else None
-            ),
-            num_steps=int(self._sum("num_steps", steady)),
-            window=self._window(steady),
-            wall=WallThroughput(
-                seconds=wall_s,
-                steps_s=steps_s,
-                maintenance_s=dict(self._maintenance_s),
-                tokens_per_second=rate("tokens", wall_s, everything),
-                effective_tokens_per_second=rate("effective_tokens", wall_s, everything),
-                mfu=utilisation("model_flops", wall_s, everything),
-                hfu=utilisation("hardware_flops", wall_s, everything),
-            ),
+            effective_mfu=steady.utilisation("effective_flops"),
+            flops_per_second_per_device=None if flops_per_second is None else flops_per_second / world_size,
+            step_time_s=self._step_time(indices),
+            data_wait_frac=steady.rate("data_wait_s"),
+            communication_exposed_frac=steady.rate("exposed_comm_s") if communicates else None,
+            num_steps=int(self._sum("num_steps", indices)),
+            window=self._window(indices),
+            wall=self._wall(elapsed_s, capacity),
             flops_rule=FLOPS_RULE,
             token_rule=TOKEN_RULE,
             peak_source=peak_flops.source if peak_flops is not None else None,
-            reasons=reasons,
+            reasons=self._reasons(indices, world_size, peak_flops, peak_reason),
             findings=_findings(mfu, hfu),
+        )
+
+    def _wall(self, elapsed_s: float | None, capacity: float | None) -> WallThroughput:
+        everything = range(len(self._tags))
+        steps_s = self._sum("duration_s", everything)
+        known_s = steps_s + sum(self._maintenance_s.values())
+        # A device's clock and the host's differ a little: what was recorded is never left out.
+        seconds = known_s if elapsed_s is None else max(elapsed_s, known_s)
+        rates = _Rates(self, everything, seconds, capacity)
+        return WallThroughput(
+            seconds=seconds,
+            steps_s=steps_s,
+            maintenance_s=dict(self._maintenance_s),
+            tokens_per_second=rates.rate("tokens"),
+            effective_tokens_per_second=rates.rate("effective_tokens"),
+            mfu=rates.utilisation("model_flops"),
+            hfu=rates.utilisation("hardware_flops"),
         )
 
     def _sum(self, column: str, indices: Sequence[int]) -> float:
@@ -292,6 +287,26 @@ class StepClock:
         elif steady and not all(self._has_exposed[index] for index in steady):
             reasons["communication_exposed_frac"] = "the wait for collectives was not measured in every step"
         return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Sums of columns over some records, per second."""
+
+    clock: StepClock
+    indices: Sequence[int]
+    seconds: float
+    capacity: float | None
+    """FLOP/s of all devices at their peak."""
+
+    def rate(self, column: str) -> float | None:
+        """Of the column's unit per second; None when no time passed."""
+        return self.clock._sum(column, self.indices) / self.seconds if self.seconds > 0 else None
+
+    def utilisation(self, column: str) -> float | None:
+        """Share of the peak; None without a peak."""
+        rate = self.rate(column)
+        return None if rate is None or self.capacity is None else rate / self.capacity
 
 
 def _findings(mfu: float | None, hfu: float | None) -> tuple[str, ...]:

@@ -1,0 +1,139 @@
+"""The decoder-only transformer: the Llama and the GPT family are settings of one class."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain.config.model import ModelConfig
+from drivetrain.engine.model.attention import Attention, DocumentLayout
+from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.model.linear import Linear
+from drivetrain.engine.model.loss import linear_cross_entropy_sum
+from drivetrain.engine.model.mlp import make_mlp
+from drivetrain.engine.model.norm import make_norm
+from drivetrain.engine.model.rotary import Rotation, rotation
+
+__all__ = ["Block", "Decoder", "Embedding"]
+
+
+class Embedding(nn.Module):
+    """One learned vector for each row number. Parameters are left uninitialised."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, rows_T: Tensor) -> Tensor:
+        """(T,) int64 to (T, width), in the dtype of the masters."""
+        return F.embedding(rows_T, self.weight)
+
+
+class Block(nn.Module):
+    """One layer, pre-norm: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = model.hidden_dropout
+        self.attention_norm = make_norm(model, model.hidden_size)
+        self.attention = Attention(model)
+        self.mlp_norm = make_norm(model, model.hidden_size)
+        self.mlp = make_mlp(model)
+
+    def forward(self, x_TD: Tensor, layout: DocumentLayout, turn: Rotation | None) -> Tensor:
+        """(T, D) to (T, D) in the same dtype."""
+        x_TD = x_TD + self._drop(self.attention(self.attention_norm(x_TD), layout, turn))
+        return x_TD + self._drop(self.mlp(self.mlp_norm(x_TD)))
+
+    def _drop(self, x_TD: Tensor) -> Tensor:
+        return F.dropout(x_TD, self.dropout, self.training) if self.dropout else x_TD
+
+
+class Decoder(nn.Module):
+    """Token ids to logits.
+
+    Parameters are fp32 masters (fp64 when ``compute_dtype`` is fp64) and are cast to the dtype of their input
+    where they are used; activations have ``compute_dtype`` from the embedding on. Parameters are created
+    uninitialised: call ``initialize`` or load weights. Under ``torch.device("meta")`` none is allocated.
+
+    Attributes:
+        model: the configuration it was built from.
+        compute_dtype: dtype of activations and logits.
+        blocks: the layers, ``"0"`` to ``str(num_layers - 1)``.
+    """
+
+    def __init__(self, model: ModelConfig, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        assert not model.qk_layernorm or model.normalization == "RMSNorm", "qk_layernorm needs RMSNorm"
+        assert model.num_attention_heads % model.query_groups == 0, "heads do not divide into query groups"
+        self.model = model
+        self.compute_dtype = compute_dtype
+        width = model.hidden_size
+        learned = model.position_embedding_type == "learned_absolute"
+        untied = model.untie_embeddings_and_output_weights
+        self.embedding = Embedding(model.vocab_size, width)
+        self.position_embedding = Embedding(model.max_positions, width) if learned else None
+        self.blocks = nn.ModuleDict({str(index): Block(model) for index in range(model.num_layers)})
+        self.final_norm = make_norm(model, width)
+        self.output = Linear(width, model.vocab_size, bias=False) if untied else None
+        if compute_dtype == torch.float64:
+            self.double()
+
+    def forward(self, batch: Batch, input_embeddings: Tensor | None = None) -> Tensor:
+        """Logits of every place.
+
+        Args:
+            batch: on the device of the parameters (``cu_seqlens`` on the CPU).
+            input_embeddings: (B, S, D), used instead of the token embeddings; positions are still added.
+
+        Returns:
+            (B, S, V) in the compute dtype.
+        """
+        hidden_TD = self.hidden_states(batch, input_embeddings)
+        logits_TV = F.linear(hidden_TD, self._output_weight())
+        return logits_TV.view(*batch.token_ids.shape, -1)
+
+    def loss_sum(self, batch: Batch, input_embeddings: Tensor | None = None) -> Tensor:
+        """Cross-entropy summed over the tokens with loss: a scalar, fp32 (fp64 in an fp64 model).
+
+        Same arguments as ``forward``. Divide by the number of valid tokens of the *global* batch: then the
+        gradient does not depend on how the batch is split.
+        """
+        hidden_TD = self.hidden_states(batch, input_embeddings)
+        return linear_cross_entropy_sum(
+            hidden_TD, self._output_weight(), batch.labels.flatten(), batch.loss_mask.flatten()
+        )
+
+    def hidden_states(self, batch: Batch, input_embeddings: Tensor | None = None) -> Tensor:
+        """Output of the final norm, (T, D) in the compute dtype."""
+        position_ids_T = batch.position_ids.flatten()
+        if input_embeddings is None:
+            x_TD = self.embedding(batch.token_ids.flatten())
+        else:
+            x_TD = input_embeddings.flatten(0, 1)
+        turn = None
+        if self.position_embedding is None:
+            turn = rotation(self.model, position_ids_T, self.compute_dtype)
+        else:
+            x_TD = x_TD + self.position_embedding(position_ids_T)
+        if self.model.hidden_dropout:
+            x_TD = F.dropout(x_TD, self.model.hidden_dropout, self.training)
+        x_TD = x_TD.to(self.compute_dtype)
+        layout = DocumentLayout(batch.cu_seqlens)
+        for block in self.blocks.values():
+            x_TD = block(x_TD, layout, turn)
+        out_TD: Tensor = self.final_norm(x_TD)
+        return out_TD
+
+    def compile_blocks(self) -> None:
+        """Compile each block in place with torch.compile, on its first call.
+
+        Blocks share their code, so the work is done once and not per layer. Attention is left out of the
+        graphs: a new packing of documents compiles nothing. A second size of T (another micro-batch, text
+        generation) compiles once more, for any T.
+        """
+        for block in self.blocks.values():
+            block.compile()
+
+    def _output_weight(self) -> Tensor:
+        owner = self.embedding if self.output is None else self.output
+        return owner.weight.to(self.compute_dtype)

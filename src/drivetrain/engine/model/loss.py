@@ -1,0 +1,94 @@
+"""Output projection and cross-entropy together, so that logits never exist in fp32 all at once."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["linear_cross_entropy_sum"]
+
+_LOGITS_PER_CHUNK = {"cpu": 1 << 19}
+"""Logits held in fp32 at once. On a CPU 2 MB: they stay in a core's cache, and malloc reuses them without
+page faults. Elsewhere 256 MB, large enough to fill a device (a choice that has not been timed)."""
+_LOGITS_PER_CHUNK_ELSEWHERE = 1 << 26
+
+
+def linear_cross_entropy_sum(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor
+) -> Tensor:
+    """Sum over the unmasked tokens of the cross-entropy of ``hidden @ weight.T``.
+
+    Equal to ``F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")`` over the unmasked
+    tokens, with fp32 softmax and fp32 sum. The (T, V) logits exist once, in the compute dtype: the fp32
+    softmax takes a few rows at a time, and the gradient of these rows replaces them. Backward is two matrix
+    products. At T = 4096, D = 320, V = 8192 in bf16 on one Zen 5 core, forward and backward take 214 ms
+    against 429 ms of the plain form (159 ms are the three products).
+
+    No boolean indexing: shapes do not depend on the mask, and nothing is read on the host. If every token is
+    masked the sum and the gradients are 0.
+
+    Args:
+        hidden_TD: (T, D), the output of the final norm.
+        weight_VD: (V, D), in the dtype of ``hidden_TD``.
+        labels_T: (T,) int64, in [0, V) everywhere.
+        mask_T: (T,) bool, tokens that count.
+
+    Returns:
+        Scalar, fp32; fp64 for fp64 inputs. Differentiable once.
+    """
+    needs_gradient = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
+    loss: Tensor = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
+        hidden_TD, weight_VD, labels_T, mask_T, needs_gradient
+    )
+    return loss
+
+
+def _chunk_loss(logits_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss of a chunk of rows, and their log-probabilities in the dtype of the sum."""
+    sum_dtype = torch.promote_types(logits_CV.dtype, torch.float32)
+    log_probabilities_CV = F.log_softmax(logits_CV, dim=-1, dtype=sum_dtype)
+    losses_C1 = log_probabilities_CV.gather(1, labels_C1).neg_()
+    return losses_C1.masked_fill_(~mask_C1, 0.0).sum(), log_probabilities_CV
+
+
+def _chunk_gradient(log_probabilities_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor) -> Tensor:
+    """``(softmax - one_hot) * mask`` in the memory of the log-probabilities."""
+    gradient_CV = log_probabilities_CV.exp_()
+    gradient_CV.scatter_(1, labels_C1, gradient_CV.gather(1, labels_C1) - 1.0)
+    return gradient_CV.mul_(mask_C1)
+
+
+class _LinearCrossEntropySum(torch.autograd.Function):
+    """The gradient of the logits is known in forward already; backward only multiplies it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor, needs_gradient: bool
+    ) -> Tensor:
+        logits_TV = F.linear(hidden_TD, weight_VD)
+        per_chunk = _LOGITS_PER_CHUNK.get(logits_TV.device.type, _LOGITS_PER_CHUNK_ELSEWHERE)
+        rows = max(1, per_chunk // logits_TV.shape[1])
+        loss = torch.zeros(
+            (), dtype=torch.promote_types(logits_TV.dtype, torch.float32), device=logits_TV.device
+        )
+        for logits_CV, labels_C, mask_C in zip(
+            torch.split(logits_TV, rows), torch.split(labels_T, rows), torch.split(mask_T, rows), strict=True
+        ):
+            labels_C1, mask_C1 = labels_C[:, None], mask_C[:, None]
+            chunk_sum, log_probabilities_CV = _chunk_loss(logits_CV, labels_C1, mask_C1)
+            loss += chunk_sum
+            if needs_gradient:
+                # Nobody else sees these logits: their memory holds their gradient from here on.
+                logits_CV.copy_(_chunk_gradient(log_probabilities_CV, labels_C1, mask_C1))
+        if needs_gradient:
+            ctx.save_for_backward(hidden_TD, weight_VD, logits_TV)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden_TD, weight_VD, gradient_TV = ctx.saved_tensors
+        scale = loss_gradient.to(gradient_TV.dtype)
+        return (gradient_TV @ weight_VD) * scale, (gradient_TV.t() @ hidden_TD) * scale, None, None, None

@@ -1,0 +1,44 @@
+"""RMSNorm and LayerNorm over the last dimension."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain.config.model import ModelConfig
+
+__all__ = ["LayerNorm", "RMSNorm", "make_norm"]
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + epsilon) * weight``; torch keeps the statistic of a bf16 x in fp32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) to the same shape and dtype."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.epsilon)
+
+
+class LayerNorm(nn.Module):
+    """``(x - mean) / sqrt(variance + epsilon) * weight + bias``; statistics of a bf16 x in fp32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) to the same shape and dtype."""
+        return F.layer_norm(
+            x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon
+        )
+
+
+def make_norm(model: ModelConfig, size: int) -> RMSNorm | LayerNorm:
+    """The norm that ``model.normalization`` names, over ``size`` features."""
+    kind = RMSNorm if model.normalization == "RMSNorm" else LayerNorm
+    return kind(size, model.norm_epsilon)

@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -46,6 +46,9 @@ _Threads = Annotated[
     ),
 ]
 _OnDevice = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+_Force = Annotated[
+    bool, typer.Option("--force", help="Let a disturbed measurement replace an undisturbed one.")
+]
 _AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 Measure = Callable[["Device", int, "Report"], "CeilingEntry"]
@@ -67,6 +70,7 @@ def gemm(
     ] = None,
     threads: _Threads = None,
     device: _OnDevice = "auto",
+    force: _Force = False,
     as_json: _AsJson = False,
 ) -> None:
     """Sustained dense matrix product."""
@@ -84,13 +88,14 @@ def gemm(
             name, seconds, count, where, command=_command_line(), report=report
         )
 
-    _run([of(name) for name in dict.fromkeys(dtypes)], device, threads, as_json)
+    _run([of(name) for name in dict.fromkeys(dtypes)], device, threads, force, as_json)
 
 
 def memory(
     sustain: _Sustain = "20s",
     threads: _Threads = None,
     device: _OnDevice = "auto",
+    force: _Force = False,
     as_json: _AsJson = False,
 ) -> None:
     """Sustained memory traffic."""
@@ -101,7 +106,7 @@ def memory(
     def measure(where: "Device", count: int, report: "Report") -> "CeilingEntry":
         return measure_memory(seconds, count, where, command=_command_line(), report=report)
 
-    _run([measure], device, threads, as_json)
+    _run([measure], device, threads, force, as_json)
 
 
 def parse_duration(text: str) -> float:
@@ -132,7 +137,9 @@ def _command_line() -> str:
     return shlex.join(["drivetrain", *sys.argv[1:]])
 
 
-def _run(measures: Sequence[Measure], device_type: str, threads: int | None, as_json: bool) -> None:
+def _run(
+    measures: Sequence[Measure], device_type: str, threads: int | None, force: bool, as_json: bool
+) -> None:
     """Measure and store one after another; then print them all."""
     from drivetrain.config.operation import RunSectionConfig
     from drivetrain.engine.ceilings import store_ceiling
@@ -149,19 +156,22 @@ def _run(measures: Sequence[Measure], device_type: str, threads: int | None, as_
         for measure in measures:
             entry = measure(device, count, progress)
             progress.end()
-            stored.append((entry, store_ceiling(entry)))
+            stored.append((entry, store_ceiling(entry, force=force)))
     except KeyboardInterrupt:
         progress.end()
-        typer.echo(
-            f"interrupted: {len(stored)} of {len(measures)} ceilings were measured and stored", err=True
-        )
+        typer.echo(f"interrupted: {len(stored)} of {len(measures)} ceilings were finished", err=True)
         raise typer.Exit(130) from None
-    for entry, _ in stored:
-        for doubt in entry.doubts:
-            typer.echo(
-                f"warning: {entry.kind} {entry.dtype}: {doubt}; measure again on an idle machine", err=True
-            )
+    for entry, where in stored:
+        for line in _warnings(entry, where):
+            typer.echo(f"warning: {entry.kind} {entry.dtype}: {line}", err=True)
     _print(stored, as_json)
+
+
+def _warnings(entry: "CeilingEntry", where: "StoredCeiling") -> Iterator[str]:
+    for doubt in entry.doubts:
+        yield f"{doubt}; measure again on an idle machine"
+    if not where.stored and where.former is not None:
+        yield f"not stored: the undisturbed one is kept ({where.former.source}); --force replaces it"
 
 
 class _ProgressLine:
@@ -205,11 +215,11 @@ def _print(stored: "Sequence[tuple[CeilingEntry, StoredCeiling]]", as_json: bool
         )
         how = f"{entry.method}, {'x'.join(map(str, entry.shape))}, {entry.seconds:.3g} s"
         typer.echo(f"{entry.kind:<7} {entry.dtype:<5} {entry.num_threads or '':<7} {rates}  {how}")
-        if where.replaced is not None:
-            before = _amount(entry, where.replaced.value)
-            typer.echo(f"        in place of {before}, {where.replaced.source}")
+        if where.former is not None:
+            relation = "in place of" if where.stored else "not stored; kept is"
+            typer.echo(f"        {relation} {_amount(entry, where.former.value)}, {where.former.source}")
     entry, where = stored[0]
-    typer.echo(f"{entry.device}; stored in {where.path}")
+    typer.echo(f"{entry.device}; kept in {where.path}")
 
 
 def _amount(entry: "CeilingEntry", value: float) -> str:
@@ -223,5 +233,6 @@ def _document(entry: "CeilingEntry", where: "StoredCeiling") -> dict[str, Any]:
         "source": entry.source,
         "doubts": list(entry.doubts),
         "path": str(where.path),
-        "replaced_value": None if where.replaced is None else where.replaced.value,
+        "stored": where.stored,
+        "former_value": None if where.former is None else where.former.value,
     }

@@ -324,8 +324,8 @@ def _timed(run: Callable[[], object], calls: int, device: Device) -> float:
         return time.perf_counter() - start
     # Events are stamped by the device, so the time to launch is not counted while its queue is full.
     with torch.cuda.device(device.torch_device):
-        first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        first = torch.cuda.Event(enable_timing=True)
+        last = torch.cuda.Event(enable_timing=True)
         first.record()
         for _ in range(calls):
             run()
@@ -335,20 +335,30 @@ def _timed(run: Callable[[], object], calls: int, device: Device) -> float:
 
 
 class StoredCeiling(NamedTuple):
-    """Where a ceiling was written, and what it replaced."""
+    """Where a ceiling was written, and what was there before."""
 
     path: Path
-    replaced: CeilingEntry | None
+    former: CeilingEntry | None
+    """The older measurement of the same."""
+    stored: bool
+    """False where the older one was kept: it was undisturbed and the new one is doubtful."""
 
 
-def store_ceiling(entry: CeilingEntry, cache_dir: Path | str | None = None) -> StoredCeiling:
+def store_ceiling(
+    entry: CeilingEntry, cache_dir: Path | str | None = None, *, force: bool = False
+) -> StoredCeiling:
     """Write `entry` among this machine's ceilings, in place of an older measurement of the same.
+
+    A doubtful measurement does not replace an undisturbed one unless `force`: a ceiling that is too low
+    makes every MFU counted against it too high.
 
     Raises:
         EnvironmentFault: the file is damaged or of a newer version (it stays as it is), or cannot be written.
     """
     ceilings = load_ceilings(cache_dir)
-    replaced = next((old for old in ceilings.entries if old.key == entry.key), None)
+    former = next((old for old in ceilings.entries if old.key == entry.key), None)
+    if former is not None and entry.doubts and not former.doubts and not force:
+        return StoredCeiling(ceilings.path, former, stored=False)
     kept = [old for old in ceilings.entries if old.key != entry.key]
     document = {
         "schema": CEILINGS_SCHEMA,
@@ -362,4 +372,4 @@ def store_ceiling(entry: CeilingEntry, cache_dir: Path | str | None = None) -> S
             "set DRIVETRAIN_CACHE to a folder that can be written"
         ) from error
     write_json(ceilings.path, document)
-    return StoredCeiling(ceilings.path, replaced)
+    return StoredCeiling(ceilings.path, former, stored=True)

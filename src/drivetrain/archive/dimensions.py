@@ -45,11 +45,11 @@ DIMENSIONS: tuple[Figure, ...] = (
     Figure("data_wait_frac", "waiting for data", "throughput", "share", "lower"),
     Figure("mfu", "MFU", "compute utilisation", "share", "higher"),
     Figure("hfu", "HFU", "compute utilisation", "share", "neither"),
-    Figure("communication_exposed_frac", "exposed", "communication", "share", "lower"),
-    Figure("peak_memory_bytes", "peak", "memory", "byte", "lower"),
+    Figure("communication_exposed_frac", "exposed wait", "communication", "share", "lower"),
+    Figure("peak_memory_bytes", "peak per process", "memory", "byte", "lower"),
     Figure("final_loss", "final loss", "convergence", "nat/token", "lower"),
     Figure("validation_loss", "validation loss", "convergence", "nat/token", "lower"),
-    Figure("validation_bits_per_byte", "validation", "convergence", "bit/byte", "lower"),
+    Figure("validation_bits_per_byte", "validation bits/byte", "convergence", "bit/byte", "lower"),
 )
 """All figures in the order they are shown."""
 

@@ -183,7 +183,7 @@ class RunWriter:
         document = {
             "schema": SCHEMA,
             "id": path.name,
-            "created": now.isoformat(timespec="seconds"),
+            "created": now.astimezone(datetime.UTC).isoformat(timespec="milliseconds"),
             "name": word,
         }
         document |= {"parent": None, "change": None}

@@ -23,9 +23,8 @@ def print_table(table: "Table") -> None:
     """Print a table as wide as it is: cut or wrapped columns would be useless in a pipe."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.width = max(console.width, console.measure(table).maximum)
-    console.print(table)
+    # A table takes the width it needs; the limit only has to be out of reach.
+    Console(highlight=False, markup=False, emoji=False, width=100_000).print(table)
 
 
 def _print_document(document: Any) -> None:
@@ -56,7 +55,7 @@ def _row(run: "Run") -> dict[str, Any]:
         "run": run.path.name,
         "name": run.name,
         "status": run.status(),
-        "step": last.get("step", beat.get("step")),
+        "step": summary.get("steps") or last.get("step", beat.get("step")),
         "steps": run.raw_config().get("training", {}).get("train_iters"),
         "loss": either("final_loss", "train/loss", last),
         "tokens_per_second": either("tokens_per_second", "throughput/tokens_per_sec", steady),
@@ -157,11 +156,10 @@ def _print_heading(run: "Run") -> None:
     manifest, row = run.manifest, _row(run)
     provenance, devices = manifest["provenance"], manifest["devices"]
     git = provenance.get("git") or {}
-    code = (
-        f"{git['commit'][:12]} ({git.get('branch') or 'detached'})"
-        if git.get("commit")
-        else git.get("reason")
-    )
+    code = git.get("reason") or "-"
+    if git.get("commit"):
+        changes = ", with changes" if git.get("dirty") else ""
+        code = f"{git['commit'][:12]} ({git.get('branch') or 'detached'}){changes}"
     packages = provenance.get("packages") or {}
     end = run.end()
     reason = f" ({end['reason']})" if end is not None and end.get("reason") else ""
@@ -171,7 +169,7 @@ def _print_heading(run: "Run") -> None:
         "started": f"{_local_time(manifest['created'])}, {len(run.segments())} segment(s)",
         "tags": " ".join(row["tags"]) or "-",
         "command": " ".join(provenance.get("command") or []) or "-",
-        "code": f"{code}{', with changes' if git.get('dirty') else ''}",
+        "code": code,
         "packages": " ".join(f"{name} {version}" for name, version in packages.items() if version) or "-",
         "devices": f"{devices.get('count')} x {devices.get('name') or devices.get('type')}",
         "host": provenance.get("host"),
@@ -195,6 +193,8 @@ def _print_figures(run: "Run") -> None:
         dimension = figure.dimension if figure.dimension != shown else ""
         typer.echo(f"  {dimension:<20} {figure.label:<22} {format_value(value, figure.unit):>12}{why}")
         shown = figure.dimension
+    for name, rule in ((run.summary() or {}).get("mfu_rule") or {}).items():
+        typer.echo(f"  {name:<20} {rule}")
 
 
 def _print_configuration(run: "Run") -> None:
@@ -211,8 +211,9 @@ def _print_events(run: "Run") -> None:
     typer.echo("\nevents")
     for event in run.events():
         moment = datetime.datetime.fromtimestamp(event["time"])
-        own = {key: value for key, value in event.items() if key not in ("schema", "time", "segment", "kind")}
-        details = "  ".join(f"{key}={value}" for key, value in own.items())
+        common = ("schema", "time", "segment", "kind")
+        own = [(key, value) for key, value in event.items() if key not in common and value is not None]
+        details = "  ".join(f"{key}={value}" for key, value in own)
         typer.echo(f"  {moment:%Y-%m-%d %H:%M:%S}  {event['kind']:<12} {details}".rstrip())
 
 

@@ -120,8 +120,8 @@ def _qk_norm_needs_rms_norm(config: RunConfig, _: LaunchFacts) -> str | None:
 
 
 def _vocabulary_holds_bytes(config: RunConfig, _: LaunchFacts) -> str | None:
-    size, data = config.model.vocab_size, config.data
-    if data.data_path is not None or data.tokenizer_path is not None or size >= _BYTE_LEVEL_TOKENS:
+    size = config.model.vocab_size
+    if config.data.data_path is not None or size >= _BYTE_LEVEL_TOKENS:
         return None
     return (
         f"{size} is too small for the byte-level tokenizer of the default corpus (256 bytes and the "
@@ -201,21 +201,15 @@ def _wsd_decay_fits(config: RunConfig, facts: LaunchFacts) -> str | None:
     )
 
 
-def split_weights(config: RunConfig) -> tuple[float, float]:
-    """The two weights of data.split."""
-    training, validation = config.data.split.split(",")
-    return float(training), float(validation)
-
-
 def _split_trains(config: RunConfig, _: LaunchFacts) -> str | None:
-    training, validation = split_weights(config)
+    training, validation = derive.split_weights(config.data)
     if training > 0:
         return None
     return f"{config.data.split} leaves nothing to train on; use for example 95,{validation or 5:g}"
 
 
 def _split_validates(config: RunConfig, _: LaunchFacts) -> str | None:
-    training, validation = split_weights(config)
+    training, validation = derive.split_weights(config.data)
     if validation > 0 or config.training.eval_iters == 0 or training == 0:
         return None
     return (
@@ -299,9 +293,9 @@ BASIC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "vocabulary-holds-bytes",
-        ("model.vocab_size", "data.data_path", "data.tokenizer_path"),
+        ("model.vocab_size", "data.data_path"),
         _vocabulary_holds_bytes,
-        "Without data_path and tokenizer_path, vocab_size is at least 257: the byte-level tokenizer's least.",
+        "Without data_path, vocab_size is at least 257: the least of the default corpus' byte-level tokenizer.",
     ),
     Rule(
         "data-parallel-equals-processes",

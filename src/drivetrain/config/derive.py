@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.config.schema import RunConfig
+from drivetrain.config.training import DataConfig
 
 __all__ = [
     "Derived",
@@ -14,6 +15,7 @@ __all__ = [
     "decay_tokens",
     "derived_values",
     "num_microbatches",
+    "split_weights",
     "tokens_per_step",
     "total_tokens",
     "wsd_decay_tokens",
@@ -63,6 +65,12 @@ def wsd_decay_tokens(config: RunConfig) -> int:
     """Length of the final decay of the WSD schedule, in tokens."""
     given = config.lr_schedule.lr_wsd_decay_tokens
     return max(1, decay_tokens(config) // 5) if given is None else given
+
+
+def split_weights(data: DataConfig) -> tuple[float, float]:
+    """Weights of training and validation in data.split; either may be 0 unless the basic rules hold."""
+    training, validation = data.split.split(",")
+    return float(training), float(validation)
 
 
 def derived_values(config: RunConfig, facts: LaunchFacts) -> list[Derived]:

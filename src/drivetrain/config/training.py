@@ -17,7 +17,7 @@ class DataConfig(Section):
     prepared on first use."""
     tokenizer_path: str | None = Field(default=None, min_length=1)
     """A tokenizer.json. Absent: the tokenizer.json beside the corpus."""
-    split: str = Field(default="95,5", pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?$", examples=["95,5"])
+    split: str = Field(default="95,5", pattern=r"^[0-9]+(\.[0-9]+)?,[0-9]+(\.[0-9]+)?$", examples=["95,5"])
     """Weights of training and validation, by document, drawn with a fixed seed."""
     reset_attention_mask: bool = True
     """Attention stays inside a document. Off: it crosses document borders inside a sequence."""

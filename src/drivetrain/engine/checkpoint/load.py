@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain.engine.checkpoint.manifest import read_json
 from drivetrain.engine.checkpoint.save import (
@@ -17,6 +17,7 @@ from drivetrain.engine.checkpoint.save import (
     STATE_FILE,
     random_file,
 )
+from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.huggingface import load_weights
 from drivetrain.engine.named_tensors import TensorFile, copy_tensors
 from drivetrain.engine.optimizer import load_optimizer_state
@@ -45,7 +46,7 @@ class LoadedCheckpoint:
 
 def load_checkpoint(
     path: Path,
-    decoder: nn.Module,
+    decoder: Decoder,
     optimizer: torch.optim.AdamW,
     *,
     rank: int = 0,
@@ -74,7 +75,7 @@ def load_checkpoint(
     )
 
 
-def load_model(path: Path, decoder: nn.Module) -> None:
+def load_model(path: Path, decoder: Decoder) -> None:
     """Load only the weights of the checkpoint ``path``.
 
     Raises:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
 
 from drivetrain.archive.atomic import write_text
 from drivetrain.config.model import ModelConfig
 from drivetrain.engine.checkpoint.folder import new_temporary, open_temporary, prune, publish, step_name
 from drivetrain.engine.checkpoint.manifest import MANIFEST_FILE, read_json, seal
+from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.huggingface import export_folder, huggingface_architecture
 from drivetrain.engine.optimizer import optimizer_state
 from drivetrain.engine.random_state import capture_random_state
@@ -54,7 +54,7 @@ def save_checkpoint(
     step: int,
     *,
     model: ModelConfig,
-    decoder: nn.Module,
+    decoder: Decoder,
     optimizer: torch.optim.AdamW,
     trainer_state: Mapping[str, Any],
     keep_latest_k: int,
@@ -133,9 +133,9 @@ def _keeping(failures: list[Exception]) -> Iterator[None]:
         failures.append(error)
 
 
-def _bytes_needed(decoder: nn.Module, optimizer: torch.optim.AdamW) -> int:
+def _bytes_needed(decoder: Decoder, optimizer: torch.optim.AdamW) -> int:
     tensors = [*decoder.state_dict().values(), *optimizer_state(optimizer).values()]
-    return RESERVE_BYTES + sum(tensor.nbytes for tensor in tensors)
+    return RESERVE_BYTES + sum(int(tensor.nbytes) for tensor in tensors)
 
 
 def _require_room(folder: Path, needed: int) -> None:
@@ -160,9 +160,7 @@ def _require_all_ranks(temporary: Path, world_size: int) -> None:
         )
 
 
-def _write_model(
-    temporary: Path, model: ModelConfig, decoder: nn.Module, tokenizer_file: Path | None
-) -> None:
+def _write_model(temporary: Path, model: ModelConfig, decoder: Decoder, tokenizer_file: Path | None) -> None:
     folder = temporary / MODEL_FOLDER
     folder.mkdir()
     if huggingface_architecture(model) is not None:

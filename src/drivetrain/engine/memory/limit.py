@@ -106,7 +106,7 @@ def _categories(live: LiveBytes, decoder: nn.Module, optimizer: torch.optim.Opti
 
     with ExitStack() as hooks, optimizer_at_work:
         for parameter in decoder.parameters():
-            hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(gradient_is_ready)  # type: ignore[no-untyped-call]
+            hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(gradient_is_ready)
             hooks.callback(hook.remove)
         hooks.callback(optimizer.register_step_pre_hook(optimizer_starts).remove)
         hooks.callback(optimizer.register_step_post_hook(optimizer_is_done).remove)

@@ -28,7 +28,7 @@ class _Live:
     death: "weakref.finalize[[int], torch.UntypedStorage]"
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):
     """While active, counts each storage that an operator reads or makes, until the storage is freed.
 
     A storage counts once, however many views it has, with all its bytes, and is followed when it is resized.

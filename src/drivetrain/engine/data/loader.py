@@ -147,20 +147,19 @@ class BatchLoader(Iterator[Batch]):
         """The next micro-batch, on the host."""
         if self._total is not None and self._given >= self._total:
             raise StopIteration
-        try:
-            if self._workers is None:
-                item = self._micro_batches[self._given]
-            else:
-                item = next(self._workers)
-        except RuntimeError as error:
-            # How torch reports a worker that was killed, for example for want of memory.
-            raise DataError(
-                f"a data worker died: {error}; data.num_workers = 0 builds batches here"
-            ) from error
+        item = self._micro_batches[self._given] if self._workers is None else self._from_worker(self._workers)
         if isinstance(item, _Failure):
             raise DataError(item.message)
         self._given += 1
         return item
+
+    @staticmethod
+    def _from_worker(workers: Iterator[Batch | _Failure]) -> Batch | _Failure:
+        try:
+            return next(workers)
+        except RuntimeError as error:
+            # How torch reports a worker that was killed, for example for want of memory.
+            raise DataError(f"a data worker died: {error}; data.num_workers = 0 uses none") from error
 
     def close(self) -> None:
         """Stop the workers. Safe to call twice."""

@@ -14,7 +14,7 @@ from drivetrain.engine.data.indexed import IndexedReader, index_path, tokens_pat
 from drivetrain.engine.data.meta import fingerprints, read_meta
 from drivetrain.engine.data.prepare import prepare_sources, tokenizer_path_of
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
-from drivetrain.engine.data.tokenizer import SMALLEST_VOCABULARY
+from drivetrain.engine.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, tokenizer_hash
 from drivetrain.errors import DataError
 
 __all__ = ["cache_folder", "standard_library_corpus"]
@@ -81,11 +81,12 @@ def _is_whole(prefix: Path, progress: ProgressCallback) -> bool:
     try:
         IndexedReader(prefix)
         meta = read_meta(prefix)
+        tokenizer_sha256 = tokenizer_hash(load_tokenizer(tokenizer_path_of(prefix)))
     except DataError as error:
         progress(Progress(f"preparing the corpus again: {error}"))
         return False
     present = fingerprints(tokens_path(prefix), index_path(prefix))
-    if meta is None or meta.files != present or not tokenizer_path_of(prefix).exists():
+    if meta is None or meta.files != present or meta.tokenizer_sha256 != tokenizer_sha256:
         progress(Progress("preparing the corpus again: its files are not those that were written"))
         return False
     return True

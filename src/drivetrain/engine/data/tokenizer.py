@@ -100,8 +100,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Hex SHA-256 of the tokenizer's content; layout of its file does not matter."""
-    return hashlib.sha256(tokenizer.to_str(pretty=False).encode()).hexdigest()
+    """Hex SHA-256 of which token each id is.
+
+    The layout of the file and the version of the library that wrote it do not matter.
+    """
+    vocabulary = sorted(
+        (index, token) for token, index in tokenizer.get_vocab(with_added_tokens=True).items()
+    )
+    return hashlib.sha256(orjson.dumps(vocabulary)).hexdigest()
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

@@ -189,10 +189,10 @@ def test_an_unfinished_run_is_marked(make_run: MakeRun) -> None:
     writer.open_segment(1)
     writer.log_metrics(1, {"train/loss": 3.0, "progress/tokens": 5000})
     comparison = compare_runs([finished(make_run()), open_run(writer.path)])
-    assert comparison.statuses == ("finished", "lost")
+    assert comparison.statuses == ("finished", "running")
     assert [run["partial"] for run in comparison.document()["runs"]] == [False, True]
     assert any(
-        "is lost: its figures are partial, from the logged steps" in text for text in comparison.warnings
+        "is running: its figures are partial, from the logged steps" in text for text in comparison.warnings
     )
 
 

@@ -48,7 +48,7 @@ def test_a_file_cut_at_any_byte_gives_its_whole_lines(
     assert read_first(scratch) == (expected[0] if expected else None)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)  # Each torn file costs a wait of 50 ms.
 @given(lines=LINES, data=st.data())
 def test_a_writer_that_continues_a_cut_file_joins_nothing_to_the_torn_line(
     scratch: Path, lines: list[dict[str, Any]], data: st.DataObject

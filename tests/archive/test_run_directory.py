@@ -136,9 +136,8 @@ def test_a_later_segment_shadows_the_steps_it_repeats_and_all_after(
     for index, (start, strides) in enumerate(plan):
         folder = path / "segments" / f"{index:04d}"
         folder.mkdir(parents=True)
-        lines: list[dict[str, Any]] = [
-            {"schema": 1, "kind": "metrics", "segment": index, "start_step": start}
-        ]
+        header = {"schema": 1, "kind": "metrics", "segment": index, "start_step": start, "time": 0}
+        lines: list[dict[str, Any]] = [header]
         expected = {step: owner for step, owner in expected.items() if step < start}
         step = start - 1
         for stride in strides:

@@ -28,7 +28,30 @@ def beat(path: Path, **changes: Any) -> None:
 
 
 def test_a_run_without_any_sign_of_life_is_lost(make_run: MakeRun) -> None:
-    assert open_run(make_run().path).status() == "lost"
+    path = make_run().path
+    (path / "heartbeat.json").unlink()
+    assert open_run(path).status() == "lost"
+
+
+def test_a_run_that_was_just_made_is_running_while_its_maker_lives(make_run: MakeRun) -> None:
+    path = make_run().path
+    assert open_run(path).status() == "running"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as maker:
+        beat(path, phase="created", **process_identity(maker.pid))
+        # The maker waits for this process, which trains.
+        RunWriter.resume(path).close()
+        beat(path, phase="train", **process_identity(maker.pid))
+        with pytest.raises(RunError, match="still running"):
+            RunWriter.resume(path)
+        maker.communicate(b"\n")
+
+
+def test_a_run_whose_maker_died_before_training_is_lost(make_run: MakeRun) -> None:
+    path = make_run().path
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as maker:
+        beat(path, phase="created", **process_identity(maker.pid))
+        maker.communicate(b"\n")
+    assert open_run(path).status() == "lost"
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "interrupted", "killed"])
@@ -49,6 +72,20 @@ def test_a_run_that_fails_before_its_first_segment_has_failed(make_run: MakeRun)
     writer = make_run()
     writer.event("end", status="failed", reason="no corpus")
     assert open_run(writer.path).status() == "failed"
+
+
+def test_a_restart_that_fails_before_its_segment_ends_the_run(make_run: MakeRun) -> None:
+    writer = make_run()
+    writer.open_segment(1)
+    writer.event("end", status="interrupted", reason="SIGINT")
+    writer.close()
+    with RunWriter.resume(writer.path) as second:
+        second.event("end", status="failed", reason="the checkpoint is damaged")
+    assert open_run(writer.path).status() == "failed"
+    with RunWriter.resume(writer.path) as third:
+        third.open_segment(2)
+        beat(writer.path)
+        assert open_run(writer.path).status() == "running"
 
 
 def test_a_resumed_run_is_running_again(make_run: MakeRun) -> None:

@@ -102,7 +102,7 @@ def test_an_unfinished_run_is_marked_partial(invoke: Invoke, tmp_path: Path) -> 
     second = make_run(tmp_path, "second")
     RunWriter.resume(second).open_segment(2)
     output = invoke("first", "second", "--runs-dir", tmp_path).stdout
-    assert f"B  {second.name}  (lost, partial)" in output
+    assert f"B  {second.name}  (running, partial)" in output
     assert "warning:" in output
 
 

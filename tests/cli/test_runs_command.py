@@ -89,7 +89,7 @@ def test_the_list_has_a_row_a_run_uncut_in_a_pipe(invoke: Invoke, tmp_path: Path
     # The speed is that of the last step that did nothing but train.
     assert row[:7] == [writer.path.name, "finished", "3/40", "2.5000", "2,000", "25.0%", "good[1]"]
     empty = next(row for row in rows if "empty" in row).split()
-    assert empty[:6] == [train_nothing.path.name, "lost", "-/40", "-", "-", "-"]
+    assert empty[:6] == [train_nothing.path.name, "running", "0/40", "-", "-", "-"]
 
 
 def test_the_summary_wins_over_the_last_steps(invoke: Invoke, tmp_path: Path) -> None:

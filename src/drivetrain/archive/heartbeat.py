@@ -17,7 +17,7 @@ from drivetrain.archive.atomic import write_json
 from drivetrain.archive.encoding import SCHEMA
 from drivetrain.errors import EnvironmentFault
 
-__all__ = ["FRESH_SECONDS", "Heartbeat", "is_alive", "process_identity"]
+__all__ = ["FRESH_SECONDS", "Heartbeat", "is_alive", "process_identity", "write_heartbeat"]
 
 FRESH_SECONDS = 30.0
 """A heartbeat younger than this means running, where the process itself cannot be looked at."""
@@ -52,9 +52,9 @@ def _place() -> str | None:
         return None
 
 
-def process_identity() -> dict[str, Any]:
-    """What tells this process from every other: pid, host, start, boot and pid namespace."""
-    pid = os.getpid()
+def process_identity(pid: int | None = None) -> dict[str, Any]:
+    """What tells a process (this one) from every other: pid, host, start, boot and pid namespace."""
+    pid = os.getpid() if pid is None else pid
     return {
         "pid": pid,
         "host": socket.gethostname(),
@@ -73,6 +73,17 @@ def is_alive(beat: Mapping[str, Any]) -> bool | None:
     if start is None or place is None or beat.get("host") != socket.gethostname() or place != _place():
         return None
     return bool(_start_of(int(beat["pid"])) == start)
+
+
+def write_heartbeat(path: Path, step: int, phase: str, identity: Mapping[str, Any] | None = None) -> None:
+    """Replace ``heartbeat.json`` of the run at ``path``; ``identity`` is this process's unless given.
+
+    Raises:
+        EnvironmentFault: it could not be written.
+    """
+    identity = process_identity() if identity is None else identity
+    document = {"schema": SCHEMA, "step": step, "phase": phase, "time": time.time(), **identity}
+    write_json(path / "heartbeat.json", document, fsync=False)
 
 
 class Heartbeat:
@@ -103,7 +114,7 @@ class Heartbeat:
         """
         self.step = step
         self.phase = phase
-        self._file = Path(path) / "heartbeat.json"
+        self._path = Path(path)
         self._identity = process_identity()
         self._interval = interval
         self._on_fault = on_fault
@@ -142,14 +153,8 @@ class Heartbeat:
             self._write()
 
     def _write(self) -> None:
-        beat = {
-            "schema": SCHEMA,
-            "step": self.step,
-            "phase": self.phase,
-            "time": time.time(),
-        } | self._identity
         try:
-            write_json(self._file, beat, fsync=False)
+            write_heartbeat(self._path, self.step, self.phase, self._identity)
         except EnvironmentFault as fault:
             if self._on_fault is not None and not self._reported:
                 self._on_fault(f"no heartbeat, the run will look lost to others: {fault}")

@@ -1,6 +1,7 @@
 """Reading a run directory, also while it is written, after it was moved, or when its writer was killed."""
 
 import dataclasses
+import math
 import time
 import tomllib
 from collections.abc import Mapping
@@ -33,12 +34,14 @@ def _check_schema(document: Mapping[str, Any], path: Path) -> None:
 class Segment:
     """One (re)start of a run: from ``start_step`` on it shadows the segments before it.
 
-    ``start_step`` is None while the writer has not come as far as the header (or died before it).
+    ``start_step`` is None while the writer has not come as far as the header (or died before it); ``time``,
+    its beginning in seconds since 1970, is infinite then: whatever happened so far happened before.
     """
 
     index: int
     path: Path
     start_step: int | None
+    time: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,12 @@ class Run:
         found = []
         for index in segment_indices(self.path):
             path = self.path / "segments" / f"{index:04d}"
-            found.append(Segment(index, path, _start_step(path / "metrics.jsonl")))
+            header = read_first(path / "metrics.jsonl")
+            if header is None:
+                found.append(Segment(index, path, None, math.inf))
+            else:
+                _check_header(header, path / "metrics.jsonl")
+                found.append(Segment(index, path, int(header["start_step"]), float(header["time"])))
         return found
 
     def last_segment(self) -> int | None:
@@ -137,9 +145,21 @@ class Run:
         return list(tags)
 
     def end(self) -> dict[str, Any] | None:
-        """The ``end`` event of the last segment; None while there is none."""
-        last = self.last_segment()
-        ends = [event for event in self.events() if event["kind"] == "end" and event["segment"] == last]
+        """The ``end`` event of the last segment; None while there is none.
+
+        A restart that fails before it opens a segment of its own ends the run as well.
+        """
+        segments = self.segments()
+        last = segments[-1] if segments else None
+        ends = [
+            event
+            for event in self.events()
+            if event["kind"] == "end"
+            and (
+                (last is not None and event["segment"] == last.index)
+                or (event["segment"] is None and (last is None or event["time"] >= last.time))
+            )
+        ]
         return ends[-1] if ends else None
 
     def heartbeat(self) -> dict[str, Any] | None:
@@ -213,17 +233,10 @@ def segment_indices(run_path: Path) -> list[int]:
 
 
 def _check_header(header: Mapping[str, Any], path: Path) -> None:
-    if "kind" not in header or not isinstance(header.get("start_step"), int):
+    known = isinstance(header.get("start_step"), int) and isinstance(header.get("time"), int | float)
+    if "kind" not in header or not known:
         raise RunError(f"{path} is damaged at line 1: the segment's header is expected")
     _check_schema(header, path)
-
-
-def _start_step(path: Path) -> int | None:
-    header = read_first(path)
-    if header is None:
-        return None
-    _check_header(header, path)
-    return int(header["start_step"])
 
 
 def _suggestion(path: Path) -> str:

@@ -18,13 +18,13 @@ from typing import Any, Self
 
 from drivetrain.archive.atomic import sync_folder, write_fault, write_json, write_text
 from drivetrain.archive.encoding import SCHEMA, dumps, encode_number
-from drivetrain.archive.heartbeat import is_alive
+from drivetrain.archive.heartbeat import is_alive, write_heartbeat
 from drivetrain.archive.lines import LineWriter
 from drivetrain.archive.reader import open_run, segment_indices
 from drivetrain.errors import RunError
 from drivetrain.measure.metrics import METRICS
 
-__all__ = ["END_STATUSES", "EVENT_KINDS", "RankLog", "RunWriter", "append_event"]
+__all__ = ["CREATED", "END_STATUSES", "EVENT_KINDS", "RankLog", "RunWriter", "append_event"]
 
 EVENT_KINDS = frozenset(
     {
@@ -44,6 +44,9 @@ EVENT_KINDS = frozenset(
 
 END_STATUSES = frozenset({"finished", "failed", "interrupted", "killed"})
 """What an ``end`` event may say. ``running`` and ``lost`` are never stored: they are derived."""
+
+CREATED = "created"
+"""Phase of the heartbeat that the maker of a run writes."""
 
 _MANIFEST_KEYS = frozenset({"config_hash", "layout", "provenance", "devices", "dataset", "seed"})
 
@@ -196,6 +199,8 @@ class RunWriter:
             # Last: a folder is a run from the moment it has a run.json.
             write_json(path / "run.json", document)
             sync_folder(path.parent)
+            # Alive, not lost, while the creator prepares the processes that will train.
+            write_heartbeat(path, 0, CREATED)
             return cls(path, on_fault=on_fault)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
@@ -210,7 +215,7 @@ class RunWriter:
         """
         run = open_run(path)
         beat = run.heartbeat()
-        if run.end() is None and beat is not None and beat["pid"] != os.getpid() and is_alive(beat):
+        if beat is not None and _is_training(beat) and (run.end() or {"time": 0.0})["time"] < beat["time"]:
             raise RunError(
                 f"{run.path} is still running (process {beat['pid']}, step {beat['step']}); two processes "
                 f"cannot continue one run: wait for it, or stop it with `kill {beat['pid']}`"
@@ -314,6 +319,14 @@ class RunWriter:
                     folder / f"{index:04d}", error, "the segment could not be opened"
                 ) from error
         raise RunError(f"another process keeps opening segments in {folder}; stop it first")
+
+
+def _is_training(beat: Mapping[str, Any]) -> bool:
+    """Whether another process of this machine is known to be at work on the run.
+
+    The creator of a run only waits for the one that trains.
+    """
+    return beat["pid"] != os.getpid() and beat["phase"] != CREATED and bool(is_alive(beat))
 
 
 def _make_directory(runs_dir: Path, prefix: str) -> Path:

@@ -145,7 +145,10 @@ def load_ceilings(cache_dir: Path | str | None = None) -> Ceilings:
     except FileNotFoundError:
         return Ceilings(path, ())
     except OSError as error:
-        raise EnvironmentFault(f"cannot read the measured ceilings {path}: {error.strerror}") from error
+        raise EnvironmentFault(
+            f"cannot read the measured ceilings {path}: {error.strerror}; "
+            "mend that, or set DRIVETRAIN_CACHE to another folder"
+        ) from error
     return Ceilings(path, _entries(path, content))
 
 

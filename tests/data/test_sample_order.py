@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.engine.data.order import derive_key, permute, shuffled
+from drivetrain.engine.data.order import derive_key, hash64, permute, shuffled
 from drivetrain.engine.data.split import split_documents
 from drivetrain.errors import DataError
 
@@ -93,3 +93,9 @@ def test_a_single_document_is_cut_so_that_there_is_held_out_text() -> None:
 def test_weights_of_nothing_are_refused() -> None:
     with pytest.raises(DataError, match="neither"):
         split_documents(np.array([10]), "0,0", "train", 1)
+
+
+@given(parts=st.lists(st.integers(-(2**63), 2**64), max_size=3), last=st.integers(0, 2**64 - 1))
+def test_keys_are_the_hash_of_their_parts(parts: list[int], last: int) -> None:
+    expected = int(hash64(np.array([last], dtype=np.uint64), derive_key(*parts))[0])
+    assert derive_key(*parts, last) == expected

@@ -151,6 +151,11 @@ def test_inputs_that_are_missing_or_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("text")
     with pytest.raises(DataError, match="the output is a prefix"):
         prepare([tmp_path / "x.txt"], tmp_path / "c.bin", vocab_size=257)
+    for folder in (f"{tmp_path}/", ".", f"{tmp_path}/.."):
+        with pytest.raises(DataError, match="is a folder; add a name"):
+            prepare([tmp_path / "x.txt"], folder, vocab_size=257)
+    with pytest.raises(DataError, match="a byte-level vocabulary of 0"):
+        prepare([tmp_path / "x.txt"], tmp_path / "c", vocab_size=0)
     with pytest.raises(DataError, match="no tokenizer at"):
         prepare([tmp_path / "x.txt"], tmp_path / "c", tokenizer_path=tmp_path / "t.json")
 

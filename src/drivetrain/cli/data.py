@@ -133,7 +133,7 @@ def _inspect(
         _print_json(document)
         return
     for key, value in document.items():
-        if key not in ("schema", "first_sample"):
+        if key not in ("schema", "first_sample") and not (key == "bits_per_byte_reason" and value is None):
             typer.echo(f"{key.replace('_', ' '):26} {_shown(value)}")
     sample = document["first_sample"]
     typer.echo(f"{'first tokens':26} {' '.join(map(str, sample['token_ids'][:16]))} ...")

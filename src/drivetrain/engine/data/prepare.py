@@ -75,7 +75,7 @@ def prepare(
         sources,
         output_prefix,
         tokenizer=given,
-        vocab_size=vocab_size or (None if given is not None else DEFAULT_VOCABULARY),
+        vocab_size=DEFAULT_VOCABULARY if vocab_size is None and given is None else vocab_size,
         json_key=json_key,
         eod_token=eod_token,
         described_as=tuple(map(str, inputs)),
@@ -97,6 +97,8 @@ def prepare_sources(
     progress: ProgressCallback = silent,
 ) -> CorpusMeta:
     """``prepare`` for files already found; trains a tokenizer of ``vocab_size`` when given none."""
+    if str(output_prefix).endswith(("/", "\\")) or Path(output_prefix).name in ("", ".", ".."):
+        raise DataError(f"the output {str(output_prefix)!r} is a folder; add a name, as in corpora/mine")
     for suffix in (".bin", ".idx"):
         if str(output_prefix).endswith(suffix):
             right = str(output_prefix).removesuffix(suffix)

@@ -40,7 +40,7 @@ PIECE_CHARACTERS = 1 << 18
 def parallel_tokenizers() -> Iterator[None]:
     """Let the tokenizers library use all cores inside, unless the user's environment says otherwise.
 
-    Saying it explicitly also keeps the library from warning when a process is started later.
+    Left to itself it stops doing so, with a warning, in a process that was forked from one that used it.
     """
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:

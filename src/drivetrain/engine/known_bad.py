@@ -213,9 +213,9 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         concerns="comparisons with the Hugging Face Trainer and gradient accumulation",
         text="the Trainer's loss, and in some releases its gradients, are too large by the number of "
         "accumulation steps",
-        remedy="pip install -U 'transformers>=4.48.1'",
+        remedy="pip install -U 'transformers>=4.48.3'",
         source="https://github.com/huggingface/transformers/issues/35663",
-        applies=lambda facts: between(facts, "transformers", "4.46.0", "4.48.1"),
+        applies=lambda facts: between(facts, "transformers", "4.46.0", "4.48.3"),
     ),
     KnownBad(
         id="one-cuda-connection",
@@ -233,7 +233,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         concerns="Triton kernels in bf16 while TRITON_INTERPRET=1 is set",
         text="the interpreter computes on the bit patterns of bf16 as integers, in silence",
         remedy="unset TRITON_INTERPRET outside of tests, or cast to fp32 inside the kernel",
-        source="https://github.com/triton-lang/triton/issues/4972",
+        source="https://github.com/triton-lang/triton/issues/11584",
         applies=lambda facts: facts.environment.get("TRITON_INTERPRET", "0") not in ("", "0"),
     ),
     KnownBad(

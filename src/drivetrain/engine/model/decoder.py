@@ -1,11 +1,14 @@
 """The decoder-only transformer: the Llama and the GPT family are settings of one class."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drivetrain.config.model import ModelConfig
-from drivetrain.engine.model.attention import Attention, DocumentLayout
+from drivetrain.engine.model.attention import Attention, DocumentLayout, attend
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.linear import Linear
 from drivetrain.engine.model.loss import linear_cross_entropy_sum
@@ -33,7 +36,8 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.dropout = model.hidden_dropout
+        self.hidden_dropout = model.hidden_dropout
+        self.attention_dropout = model.attention_dropout
         self.attention_norm = make_norm(model, model.hidden_size)
         self.attention = Attention(model)
         self.mlp_norm = make_norm(model, model.hidden_size)
@@ -41,11 +45,14 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: DocumentLayout, turn: Rotation | None) -> Tensor:
         """(T, D) to (T, D) in the same dtype."""
-        x_TD = x_TD + self._drop(self.attention(self.attention_norm(x_TD), layout, turn))
+        q_THK, k_TGK, v_TGK = self.attention.project(self.attention_norm(x_TD), turn)
+        dropout = self.attention_dropout if self.training else 0.0
+        out_THK = attend(q_THK, k_TGK, v_TGK, layout, dropout)
+        x_TD = x_TD + self._drop(self.attention.output(out_THK.flatten(1)))
         return x_TD + self._drop(self.mlp(self.mlp_norm(x_TD)))
 
     def _drop(self, x_TD: Tensor) -> Tensor:
-        return F.dropout(x_TD, self.dropout, self.training) if self.dropout else x_TD
+        return F.dropout(x_TD, self.hidden_dropout, self.training) if self.hidden_dropout else x_TD
 
 
 class Decoder(nn.Module):
@@ -115,8 +122,8 @@ class Decoder(nn.Module):
             turn = rotation(self.model, position_ids_T, self.compute_dtype)
         else:
             x_TD = x_TD + self.position_embedding(position_ids_T)
-        if self.model.hidden_dropout:
-            x_TD = F.dropout(x_TD, self.model.hidden_dropout, self.training)
+        dropout = self.model.hidden_dropout
+        x_TD = F.dropout(x_TD, dropout, self.training) if dropout else x_TD
         x_TD = x_TD.to(self.compute_dtype)
         layout = DocumentLayout(batch.cu_seqlens)
         for block in self.blocks.values():
@@ -124,7 +131,7 @@ class Decoder(nn.Module):
         out_TD: Tensor = self.final_norm(x_TD)
         return out_TD
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile each block in place with torch.compile, on its first call.
 
         Blocks share their code, so the work is done once and not per layer. Attention is left out of the
@@ -132,7 +139,7 @@ class Decoder(nn.Module):
         generation) compiles once more, for any T.
         """
         for block in self.blocks.values():
-            block.compile()
+            block.compile(backend=backend)
 
     def _output_weight(self) -> Tensor:
         owner = self.embedding if self.output is None else self.output

@@ -9,10 +9,10 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["linear_cross_entropy_sum"]
 
-_LOGITS_PER_CHUNK = {"cpu": 1 << 19}
+LOGITS_PER_CHUNK = {"cpu": 1 << 19}
 """Logits held in fp32 at once. On a CPU 2 MB: they stay in a core's cache, and malloc reuses them without
 page faults. Elsewhere 256 MB, large enough to fill a device (a choice that has not been timed)."""
-_LOGITS_PER_CHUNK_ELSEWHERE = 1 << 26
+LOGITS_PER_CHUNK_ELSEWHERE = 1 << 26
 
 
 def linear_cross_entropy_sum(
@@ -68,7 +68,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor, needs_gradient: bool
     ) -> Tensor:
         logits_TV = F.linear(hidden_TD, weight_VD)
-        per_chunk = _LOGITS_PER_CHUNK.get(logits_TV.device.type, _LOGITS_PER_CHUNK_ELSEWHERE)
+        per_chunk = LOGITS_PER_CHUNK.get(logits_TV.device.type, LOGITS_PER_CHUNK_ELSEWHERE)
         rows = max(1, per_chunk // logits_TV.shape[1])
         loss = torch.zeros(
             (), dtype=torch.promote_types(logits_TV.dtype, torch.float32), device=logits_TV.device

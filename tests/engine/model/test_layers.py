@@ -1,0 +1,163 @@
+"""Norms, rotary embedding, linear layers and the loss against their definitions."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_examples import model_of, relative_difference
+
+from drivetrain.engine.model import loss as loss_module
+from drivetrain.engine.model.linear import Linear
+from drivetrain.engine.model.loss import linear_cross_entropy_sum
+from drivetrain.engine.model.norm import LayerNorm, RMSNorm
+from drivetrain.engine.model.rotary import inverse_frequencies, rotate, rotation
+
+
+def random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_rms_norm_equals_its_definition():
+    norm = RMSNorm(16, 1e-3).double()
+    x = random(5, 16, seed=1)
+    with torch.no_grad():
+        norm.weight.copy_(random(16, seed=2))
+    wanted = x / (x.square().mean(dim=-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_statistics_of_a_bf16_norm_are_taken_in_fp32(kind):
+    norm = kind(4096, 1e-5)
+    with torch.no_grad():
+        norm.weight.fill_(1.0)
+        if kind is LayerNorm:
+            norm.bias.zero_()
+    # In bf16 a sum of 4096 squares stops growing at 256 or loses its small terms: off by far more than this.
+    x = (1 + 0.1 * random(3, 4096, dtype=torch.float32)).to(torch.bfloat16)
+    assert norm(x).dtype == torch.bfloat16
+    assert relative_difference(norm(x), norm.double()(x.double())) < 2**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_linear_layer_computes_in_the_dtype_of_its_input_and_keeps_fp32_masters(dtype):
+    layer = Linear(8, 6, bias=True)
+    with torch.no_grad():
+        layer.weight.copy_(random(6, 8))
+        layer.bias.copy_(random(6))
+    out = layer(random(3, 8, dtype=dtype))
+    out.sum().backward()
+    assert out.dtype == dtype
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+
+
+def test_rotation_keeps_norms_and_depends_on_differences_only():
+    model = model_of("llama", kv_channels=10)
+    q, k = random(7, 3, 10, seed=1), random(7, 3, 10, seed=2)
+    near = rotation(model, torch.arange(7), torch.float64)
+    far = rotation(model, torch.arange(7) + 1000, torch.float64)
+    torch.testing.assert_close(rotate(q, near).norm(dim=-1), q.norm(dim=-1), rtol=1e-12, atol=1e-12)
+    scores = torch.einsum("thk,shk->hts", rotate(q, near), rotate(k, near))
+    shifted = torch.einsum("thk,shk->hts", rotate(q, far), rotate(k, far))
+    torch.testing.assert_close(scores, shifted, rtol=1e-9, atol=1e-9)
+
+
+def test_rotation_leaves_its_input_alone():
+    q = random(7, 3, 8)
+    before = q.clone()
+    rotate(q, rotation(model_of("llama"), torch.arange(7), torch.float64))
+    assert torch.equal(q, before)
+
+
+def test_llama3_scaling_leaves_short_wavelengths_and_slows_long_ones_down():
+    model = model_of(
+        "llama",
+        kv_channels=128,
+        use_rope_scaling=True,
+        rotary_base=500_000.0,
+        rope_scaling_original_max_position_embeddings=8192,
+        max_position_embeddings=131_072,
+    )
+    device = torch.device("cpu")
+    plain = inverse_frequencies(model.model_copy(update={"use_rope_scaling": False}), device, torch.float64)
+    scaled = inverse_frequencies(model, device, torch.float64)
+    wavelength = 2 * math.pi / plain
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    assert torch.equal(scaled[short], plain[short])
+    torch.testing.assert_close(scaled[long], plain[long] / 8, rtol=1e-12, atol=0)
+    between = ~short & ~long
+    assert between.sum() >= 3
+    assert (scaled[between] < plain[between]).all()
+    assert (scaled[between] > plain[between] / 8).all()
+
+
+def plain_loss(hidden, weight, labels, mask):
+    logits = F.linear(hidden, weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels.masked_fill(~mask, -100), reduction="sum")
+
+
+def loss_inputs(dtype, tokens=37, width=12, vocabulary=50):
+    generator = torch.Generator().manual_seed(5)
+    hidden = random(tokens, width, dtype=dtype, seed=1).requires_grad_()
+    weight = random(vocabulary, width, dtype=dtype, seed=2).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), generator=generator)
+    return hidden, weight, labels, torch.rand(tokens, generator=generator) < 0.7
+
+
+@pytest.mark.parametrize("per_chunk", [1, 150, 1 << 20])
+def test_the_loss_and_its_gradients_equal_the_plain_form_in_fp64(monkeypatch, per_chunk):
+    monkeypatch.setitem(loss_module.LOGITS_PER_CHUNK, "cpu", per_chunk)
+    inputs = loss_inputs(torch.float64)
+    found, wanted = linear_cross_entropy_sum(*inputs), plain_loss(*inputs)
+    assert found.dtype == torch.float64
+    assert abs(found.item() - wanted.item()) < 1e-10
+    ours = torch.autograd.grad(found * 0.3, inputs[:2])
+    theirs = torch.autograd.grad(wanted * 0.3, inputs[:2])
+    assert all(relative_difference(a, b) < 1e-13 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_loss_passes_gradcheck(monkeypatch):
+    monkeypatch.setitem(loss_module.LOGITS_PER_CHUNK, "cpu", 20)
+    hidden, weight, labels, mask = loss_inputs(torch.float64, tokens=5, width=3, vocabulary=7)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy_sum(h, w, labels, mask), (hidden, weight)
+    )
+
+
+def test_a_bf16_loss_is_summed_in_fp32_and_as_near_as_the_plain_form():
+    inputs = loss_inputs(torch.bfloat16, tokens=2000, width=64, vocabulary=500)
+    exact = [x.detach().double().requires_grad_() for x in inputs[:2]]
+    wanted = torch.autograd.grad(plain_loss(*exact, *inputs[2:]), exact)
+    found = linear_cross_entropy_sum(*inputs)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(plain_loss(*inputs).item(), rel=1e-6)
+    ours = torch.autograd.grad(found, inputs[:2])
+    plain = torch.autograd.grad(plain_loss(*inputs), inputs[:2])
+    for mine, theirs, truth in zip(ours, plain, wanted, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert relative_difference(mine, truth) < 1.1 * relative_difference(theirs, truth)
+
+
+def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient():
+    hidden, weight, labels, _ = loss_inputs(torch.float32)
+    loss = linear_cross_entropy_sum(hidden, weight, labels, torch.zeros(37, dtype=torch.bool))
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad.abs().max() == 0
+    assert weight.grad.abs().max() == 0
+
+
+def test_a_huge_logit_gives_a_finite_loss():
+    hidden, weight = torch.tensor([[200.0]]), torch.tensor([[1.0], [0.0]])
+    loss = linear_cross_entropy_sum(hidden, weight, torch.tensor([1]), torch.tensor([True]))
+    assert loss.item() == pytest.approx(200.0)
+
+
+def test_without_gradient_the_loss_is_the_same():
+    inputs = loss_inputs(torch.float32)
+    with torch.no_grad():
+        evaluated = linear_cross_entropy_sum(*inputs)
+    assert not evaluated.requires_grad
+    assert torch.equal(evaluated, linear_cross_entropy_sum(*inputs).detach())

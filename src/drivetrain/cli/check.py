@@ -44,7 +44,8 @@ def check(
 
     loaded = load_config(config, overrides or [])
     world_size = devices or loaded.config.parallelism.data_parallel_size or 1
-    broken = violations(loaded.config, LaunchFacts(world_size=world_size))
+    facts = LaunchFacts(world_size=world_size, source_name=loaded.name)
+    broken = violations(loaded.config, facts)
     document: dict[str, Any] = {
         "config": loaded.source,
         "devices": world_size,
@@ -58,7 +59,7 @@ def check(
         document["counts"] = _counts(loaded, world_size)
         document["derived"] = [
             {"field": derived.field, "value": derived.value, "reason": derived.reason}
-            for derived in derived_values(loaded.config, LaunchFacts(world_size=world_size))
+            for derived in derived_values(loaded.config, facts)
         ]
         if shapes:
             document["shapes"] = _shapes(loaded, world_size)

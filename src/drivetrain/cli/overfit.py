@@ -3,7 +3,8 @@
 import dataclasses
 import sys
 
-from drivetrain.cli.output import progress_on_stderr, show_document
+from drivetrain.cli.data import show_progress
+from drivetrain.cli.output import show_document
 from drivetrain.config import LoadedConfig
 
 __all__ = ["run_overfit"]
@@ -18,7 +19,7 @@ def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
     from drivetrain.engine.overfit import NEAR_ZERO, overfit_batch
 
     config = loaded.config
-    with progress_on_stderr() as progress:
+    with show_progress() as progress:
         corpus = ensure_corpus(config.data, config.model, progress)
     device = select_device(config.run)
     set_threads(thread_count(config.run, 1))

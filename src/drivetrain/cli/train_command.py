@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.archive.reader import Run, open_run
+from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
-from drivetrain.cli.output import progress_on_stderr, show_document
+from drivetrain.cli.output import show_document
 from drivetrain.config import LaunchFacts, LoadedConfig, load_config, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
@@ -87,7 +88,7 @@ def _new_run(loaded: LoadedConfig, world_size: int) -> Path:
     from drivetrain.engine.creation import create_run
     from drivetrain.engine.data.corpus import ensure_corpus
 
-    with progress_on_stderr() as progress:
+    with show_progress() as progress:
         corpus = ensure_corpus(loaded.config.data, loaded.config.model, progress)
     return create_run(loaded, corpus, world_size=world_size, argv=sys.argv)
 

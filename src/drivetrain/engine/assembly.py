@@ -29,7 +29,7 @@ from drivetrain.engine.random_state import restore_random_state, seed_everything
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import Stepper
 from drivetrain.engine.training_run import Logbook, TrainingRun
-from drivetrain.errors import DataError
+from drivetrain.errors import CheckpointError, DataError
 from drivetrain.measure.peaks import Peak
 
 __all__ = ["assemble"]
@@ -108,6 +108,7 @@ def _restore(
     """Load the newest checkpoint that is whole; None where there is none."""
     found: Path | None = None
     damaged: list[Path] = []
+    failure = ""
     if group.is_main:
         remove_leftovers(folder)
 
@@ -115,10 +116,18 @@ def _restore(
             logbook.warn(f"checkpoint {path.name} is damaged ({why}); using the one before")
             damaged.append(path)
 
-        found = find_latest(folder, pass_over)
-        for path in damaged:
-            set_aside(path)
-    # Rank 0 decides for all: two ranks must not resume from different steps.
+        try:
+            found = find_latest(folder, pass_over)
+        except CheckpointError as error:
+            failure = str(error)
+        else:
+            for path in damaged:
+                set_aside(path)
+    # Rank 0 decides for all: two ranks must not resume from different steps, and none may wait for one that
+    # has given up.
+    failure = group.broadcast_text(failure)
+    if failure:
+        raise CheckpointError(failure)
     name = group.broadcast_text(found.name if found is not None else "")
     if not name:
         return None
@@ -153,6 +162,7 @@ def _enforce_memory_limit(
     if device.type == "cuda":
         apply_cuda_limit(limit_bytes, device.torch_device)
         return
+    microbatches = min(2, num_microbatches(config, group.size))
     with BatchLoader(
         config,
         corpus,
@@ -161,11 +171,14 @@ def _enforce_memory_limit(
         world_size=group.size,
         start_sample=0,
         num_samples=config.training.global_batch_size,
+        num_workers=0,
     ) as loader:
-        batch = next(iter(loader)).to(device.torch_device)
+        # Two stand for any number: from the second on, the gradients of the one before are alive.
+        batches = [next(loader).to(device.torch_device) for _ in range(microbatches)]
 
     def one_step() -> None:
-        (decoder.loss_sum(batch) / max(batch.num_valid_tokens, 1)).backward()
+        for batch in batches:
+            (decoder.loss_sum(batch) / max(batch.num_valid_tokens, 1)).backward()
         clip_gradients(decoder.parameters(), config.training.clip_grad)
         optimizer.step()
 

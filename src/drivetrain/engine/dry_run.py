@@ -86,7 +86,12 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
         ).total,
         logits_shape=tuple(logits.shape),
         learning_rates=tuple(
-            (step + 1, learning_rate(step * per_step, config.optimizer, config.lr_schedule, total_tokens))
+            (
+                step + 1,
+                learning_rate(
+                    step * per_step + per_step // 2, config.optimizer, config.lr_schedule, total_tokens
+                ),
+            )
             for step in steps
         ),
         shapes=shapes,

@@ -42,7 +42,9 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
         while progress.step < last_step:
             run.logbook.heartbeat(progress.step, "train")
             graphs = graphs_compiled()
-            rate = learning_rate(progress.tokens, config.optimizer, config.lr_schedule, run.total_tokens)
+            # In the middle of the step's tokens: neither the first step nor the last is spent at a rate of 0.
+            seen = progress.tokens + run.tokens_per_step // 2
+            rate = learning_rate(seen, config.optimizer, config.lr_schedule, run.total_tokens)
             figures = run.stepper.step(batches, rate, stop_requested=stop.requested)
 
             progress.step += 1

@@ -92,7 +92,7 @@ class Stepper:
                     loss = self.data_parallel.loss_sum(batch)
                 counts = counts or totals.wait()
                 with record_function("drivetrain/backward"):
-                    (loss / max(counts[0], 1)).backward()
+                    self.data_parallel.backward(loss, counts[0])
             loss_sum += loss.detach()
 
         with record_function("drivetrain/optimizer"):

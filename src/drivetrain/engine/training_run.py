@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from drivetrain.archive.heartbeat import Heartbeat
 from drivetrain.archive.writer import RunWriter
-from drivetrain.config import RunConfig, total_tokens
+from drivetrain.config import RunConfig, tokens_per_step, total_tokens
 from drivetrain.engine.checkpoint import save_checkpoint
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.loader import BatchLoader
@@ -76,6 +76,11 @@ class TrainingRun:
     checkpoint_folder: Path
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all ranks."""
+        return tokens_per_step(self.config)
+
+    @property
     def total_tokens(self) -> int:
         """Tokens of the whole run."""
         return total_tokens(self.config)
@@ -105,17 +110,20 @@ class TrainingRun:
     def evaluate(self, progress: Progress) -> Evaluation:
         """Loss on held-out text, recorded as an event. The time counts as maintenance."""
         training = self.config.training
-        with self._maintenance("evaluation"), BatchLoader(
-            self.config,
-            self.corpus,
-            "validation",
-            rank=self.group.ranks.rank,
-            world_size=self.group.size,
-            start_sample=0,
-            num_samples=training.eval_iters * training.global_batch_size,
-        ) as loader:
+        with (
+            self._maintenance("evaluation"),
+            BatchLoader(
+                self.config,
+                self.corpus,
+                "validation",
+                rank=self.group.ranks.rank,
+                world_size=self.group.size,
+                start_sample=0,
+                num_samples=training.eval_iters * training.global_batch_size,
+            ) as loader,
+        ):
             result = evaluate(
-                self.decoder, loader, self.group, self.device.torch_device, self._bytes_per_token()
+                self.decoder, loader, self.group, self.device.torch_device, self.corpus.bytes_per_token()
             )
         self.logbook.event(
             "evaluation",
@@ -148,10 +156,6 @@ class TrainingRun:
                 barrier=self.group.barrier,
             )
         self.logbook.event("checkpoint", step=progress.step, path=path.name)
-
-    def _bytes_per_token(self) -> torch.Tensor | None:
-        lengths = self.corpus.token_byte_lengths()
-        return torch.from_numpy(lengths.values).long() if lengths.values is not None else None
 
     @contextmanager
     def _maintenance(self, kind: str) -> Iterator[None]:

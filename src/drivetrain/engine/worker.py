@@ -115,9 +115,10 @@ def _begin(run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | No
 
 
 def _end(logbook: Logbook, outcome: Outcome, summary: dict[str, Any]) -> None:
+    status = "failed" if outcome.status == "diverged" else outcome.status
+    # The event first: on a full disk the summary raises, and the run has ended all the same.
+    logbook.event("end", status=status, reason=outcome.reason)
     if logbook.writer is not None:
         logbook.writer.write_summary(summary)
-    status = "failed" if outcome.status == "diverged" else outcome.status
-    logbook.event("end", status=status, reason=outcome.reason)
     if outcome.reason is not None:
         logbook.say(f"{outcome.status}: {outcome.reason}")

@@ -1,17 +1,16 @@
 """Plain data parallelism: every rank holds the whole model, gradients are summed while backward runs.
 
-Torch's DistributedDataParallel does the bucketing. Two things differ from its defaults: gradients are
-*summed*, because the loss is already divided by the number of valid tokens of all ranks; and the time
-for which backward had nothing left to do but wait for the network is measured.
+Torch's DistributedDataParallel does the bucketing. It averages over the ranks, and our loss is divided by
+the number of valid tokens of *all* ranks already: so the loss that is differentiated is scaled up by the
+number of ranks, which makes the average a sum. What is added here is the time for which backward had
+nothing left to do but wait for the network.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.engine.model.batch import Batch
@@ -36,24 +35,37 @@ class _LossOf(nn.Module):
 
 
 class ExposedWait:
-    """Time between the last gradient's being ready and backward's return, in seconds.
+    """Time between the last gradient's being ready and backward's return.
 
-    On CUDA the compute stream waits for the communication before backward is over, so two marks on it
-    tell the same; they are read when the step's other figures are, and nothing synchronises before.
+    Which parameter gets its gradient last is learned in the first backward pass; from then on one hook on
+    that parameter is all it costs. On CUDA the compute stream waits for the communication before backward
+    is over, so two marks on it tell the same; they are read when the step's other figures are, and nothing
+    synchronises before.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, decoder: nn.Module, device: torch.device) -> None:
         self._device = device
         self._ready: Mark | None = None
         self._done: Mark | None = None
+        self._latest: nn.Parameter | None = None
+        self._hooks = {
+            parameter: parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+            for parameter in decoder.parameters()
+        }
 
-    def last_gradient_ready(self) -> None:
-        """The last bucket is full: from here on there is no backward work left."""
+    def _gradient_is_ready(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        self._latest = parameter
         self._ready = mark(self._device)
 
     def backward_returned(self) -> None:
         """Every gradient is reduced."""
         self._done = mark(self._device)
+        if len(self._hooks) > 1 and self._latest is not None:
+            for parameter, hook in self._hooks.items():
+                if parameter is not self._latest:
+                    hook.remove()
+            self._hooks = {self._latest: self._hooks[self._latest]}
 
     def take(self) -> tuple[Mark, Mark]:
         """Both marks of the latest backward that communicated."""
@@ -69,17 +81,15 @@ class DataParallel:
         self, decoder: Decoder, group: ProcessGroup, device: torch.device, bucket_size_mb: float
     ) -> None:
         self._loss_of = _LossOf(decoder)
+        self._num_ranks = group.size
         self.exposed_wait: ExposedWait | None = None
         self._wrapped: DistributedDataParallel | None = None
         if group.size > 1:
-            self.exposed_wait = ExposedWait(device)
+            assert not list(decoder.buffers()), "buffers would be broadcast at every step"
+            self.exposed_wait = ExposedWait(decoder, device)
             self._wrapped = DistributedDataParallel(
-                self._loss_of,
-                bucket_cap_mb=bucket_size_mb * _MB_IN_MIB,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,
+                self._loss_of, bucket_cap_mb=bucket_size_mb * _MB_IN_MIB, gradient_as_bucket_view=True
             )
-            self._wrapped.register_comm_hook(self.exposed_wait, _sum_bucket)
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """Sum of the cross-entropy over this rank's valid tokens, fp32 scalar."""
@@ -87,6 +97,10 @@ class DataParallel:
         loss = forward(batch)
         assert isinstance(loss, torch.Tensor)
         return loss
+
+    def backward(self, loss_sum: torch.Tensor, valid_tokens: int) -> None:
+        """Gradients of ``loss_sum`` over ``valid_tokens`` of all ranks, summed over the ranks."""
+        (loss_sum * (self._num_ranks / max(valid_tokens, 1))).backward()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -96,16 +110,3 @@ class DataParallel:
             yield
         if last and self.exposed_wait is not None:
             self.exposed_wait.backward_returned()
-
-
-def _sum_bucket(wait: ExposedWait, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if bucket.is_last():
-        wait.last_gradient_ready()
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first_of)
-    return future
-
-
-def _first_of(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]

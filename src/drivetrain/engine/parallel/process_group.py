@@ -6,6 +6,7 @@ that the plain case depends on nothing.
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from drivetrain.errors import EnvironmentFault
 __all__ = ["PendingSum", "ProcessGroup", "Ranks", "join"]
 
 _TEXT_BYTES = 4096
+_SETTLE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -122,15 +124,14 @@ class ProcessGroup:
         self.start_sum([0]).wait()
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's text on every rank (at most 4 KiB of UTF-8). Bytes travel, no object is rebuilt."""
+        """Rank 0's text on every rank (cut at 4 KiB of UTF-8). Bytes travel, no object is rebuilt."""
         if self.size == 1:
             return text
-        encoded = text.encode()
-        assert len(encoded) <= _TEXT_BYTES, f"text of {len(encoded)} bytes is too long to broadcast"
+        encoded = text.encode()[:_TEXT_BYTES]
         buffer = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         buffer[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
         dist.broadcast(buffer, src=0)
-        return bytes(buffer.tolist()).rstrip(b"\0").decode()
+        return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 @contextmanager
@@ -155,4 +156,8 @@ def join(ranks: Ranks, device_type: str, timeout_minutes: float) -> Iterator[Pro
     try:
         yield ProcessGroup(ranks)
     finally:
+        # A gloo thread that has just finished a collective needs the interpreter lock to drop what it holds.
+        # Taking the group down joins that thread *with* the lock held, and torch 2.13 then waits for ever (seen
+        # as ~Reducer -> ~ProcessGroupGloo -> thread::join). Sleeping gives the lock away first.
+        time.sleep(_SETTLE_S)
         dist.destroy_process_group()

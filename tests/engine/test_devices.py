@@ -85,7 +85,8 @@ def test_a_cpu_without_a_measurement_has_no_peak_and_says_what_to_run(tmp_path: 
 
 def test_a_cpus_peak_is_what_was_measured_with_as_many_threads(tmp_path: Path) -> None:
     device = select_device(CPU)
-    entry = measure_matmul("fp32", 0.02, 1, device, shapes=[MatmulShape(32, 32, 32)])
+    measured = measure_matmul("fp32", 0.02, 1, device, shapes=[MatmulShape(32, 32, 32)])
+    entry = measured.model_copy(update={"cpu_share": 1.0})
     store_ceiling(entry, tmp_path)
     peak, reason = peak_for(device, "fp32", 1, tmp_path)
     assert reason is None
@@ -109,3 +110,14 @@ def test_an_unknown_gpu_or_dtype_has_no_peak_but_a_reason(name: str, dtype: str)
     peak, reason = peak_for(gpu(name), dtype, 8)
     assert peak is None
     assert reason
+
+
+def test_a_ceiling_measured_on_a_busy_machine_gives_no_peak_and_says_why(tmp_path: Path) -> None:
+    device = select_device(CPU)
+    measured = measure_matmul("fp32", 0.02, 1, device, shapes=[MatmulShape(32, 32, 32)])
+    store_ceiling(measured.model_copy(update={"cpu_share": 0.5}), tmp_path, force=True)
+    peak, reason = peak_for(device, "fp32", 1, tmp_path)
+    assert peak is None
+    assert reason is not None
+    assert "50% of its cores" in reason
+    assert "drivetrain bench gemm" in reason

@@ -135,12 +135,21 @@ def peak_for(device: Device, dtype: str, num_threads: int, cache_dir: Path | str
 
 
 def _measured_peak(name: str, dtype: str, num_threads: int, cache_dir: Path | str | None) -> PeakAnswer:
-    peak = load_ceilings(cache_dir).matmul_flops(name, dtype, num_threads)
+    ceilings = load_ceilings(cache_dir)
+    peak = ceilings.matmul_flops(name, dtype, num_threads)
     if peak is not None:
         return PeakAnswer(peak, None)
+    command = f"drivetrain bench gemm --dtype {dtype} --threads {num_threads}"
+    entry = ceilings.find("matmul", name, dtype, num_threads)
+    if entry is not None:
+        return PeakAnswer(
+            None,
+            f"no data-sheet peak for a CPU ({name}), and the one measured here is not to be trusted "
+            f"({'; '.join(entry.doubts)}); on an idle machine run: {command}",
+        )
     threads = f"{num_threads} thread{'s' if num_threads != 1 else ''}"
     return PeakAnswer(
         None,
         f"no data-sheet peak for a CPU ({name}), and none was measured here for {dtype} with {threads}; "
-        f"run: drivetrain bench gemm --dtype {dtype} --threads {num_threads}",
+        f"run: {command}",
     )

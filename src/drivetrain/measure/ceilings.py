@@ -24,6 +24,10 @@ CEILINGS_SCHEMA = 1
 _AGAIN = "delete it and measure again: drivetrain bench gemm"
 
 
+LEAST_SHARE = 0.8
+"""Share of its cores' time a measurement must have got to count as a ceiling: MFU against less would flatter."""
+
+
 class CeilingEntry(BaseModel):
     """One measured ceiling, with everything that decides whether it may be compared."""
 
@@ -84,7 +88,13 @@ class CeilingEntry(BaseModel):
         ]
         if self.num_threads is not None:
             parts.append(f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}")
-        return ", ".join([*parts, self.date[:10]])
+        doubts = f" (doubtful: {'; '.join(self.doubts)})" if self.doubts else ""
+        return ", ".join([*parts, self.date[:10]]) + doubts
+
+    @property
+    def is_ceiling(self) -> bool:
+        """False where so little of the machine was free that the rate says nothing about what it can do."""
+        return self.cpu_share is None or self.cpu_share >= LEAST_SHARE
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -115,7 +125,10 @@ class Ceilings:
         return next((entry for entry in self.entries if entry.key == wanted), None)
 
     def matmul_flops(self, device_name: str, dtype: str, num_threads: int | None) -> Peak | None:
-        """Sustained matrix product in FLOP/s of one device (a CPU: with so many threads), or None."""
+        """Sustained matrix product in FLOP/s of one device (a CPU: with so many threads), or None.
+
+        A rate that was measured with less than ``LEAST_SHARE`` of the cores is no ceiling: None.
+        """
         return _peak(self.find("matmul", device_name, dtype, num_threads))
 
     def memory_bandwidth(self, device_name: str, num_threads: int | None) -> Peak | None:
@@ -124,7 +137,7 @@ class Ceilings:
 
 
 def _peak(entry: CeilingEntry | None) -> Peak | None:
-    return None if entry is None else Peak(entry.value, entry.source)
+    return None if entry is None or not entry.is_ceiling else Peak(entry.value, entry.source)
 
 
 def ceilings_path(cache_dir: Path | str | None = None) -> Path:

@@ -20,7 +20,7 @@ GIVEN = {"whole number": "16", "text": "some"}
 
 
 def derived(*overrides: str, facts: LaunchFacts | None = None) -> dict[str, Derived]:
-    config = load_config("llama-2m", overrides).config
+    config = load_config("llama-2m", ["training.train_iters=350", *overrides]).config
     found = derived_values(config, facts or LaunchFacts())
     assert len({item.field for item in found}) == len(found)
     return {item.field: item for item in found}
@@ -85,7 +85,7 @@ def test_schedule_values_are_reported_for_the_schedule_that_uses_them() -> None:
 
 
 def test_helpers_agree_with_the_report() -> None:
-    config = load_config("llama-2m", ["training.global_batch_size=64"]).config
+    config = load_config("llama-2m", ["training.global_batch_size=64", "training.train_iters=350"]).config
     assert num_microbatches(config, world_size=2) == 2
     assert tokens_per_step(config) == 64 * 256
     assert total_tokens(config) == decay_tokens(config) == 350 * 64 * 256

@@ -63,8 +63,8 @@ def test_a_published_model_trains_on_as_many_tokens_as_published(name: str, tril
 
 
 def test_the_smallest_preset_is_minutes_on_two_cores() -> None:
-    # 1.5M tokens at the 10-12k tokens/s of two slow cores are little more than two minutes.
-    assert total_tokens(load_config("llama-2m").config) <= 1.6e6
+    # 2M tokens at the 10-15k tokens/s of two slow cores are about three minutes.
+    assert total_tokens(load_config("llama-2m").config) <= 2.1e6
 
 
 @pytest.mark.parametrize("name", ["llama-2m", "llama-10m", "llama-50m", "llama-125m"])

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,9 @@ def _read_source(source: str) -> _Draft:
     if not source:
         raise ConfigurationError(unknown_preset(source))
     try:
+        # Not is_dir() alone: it answers False for a name that cannot exist, which later calls raise at.
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
         is_directory, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:  # too long a name, a loop of links, a null character
         raise ConfigurationError(f"{shown(source)} can't be looked up: {_reason(error)}") from None

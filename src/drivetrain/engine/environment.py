@@ -300,7 +300,7 @@ def _ceilings(device: "Device", cores: int) -> tuple[CeilingStatus, ...]:
     for kind, dtype in wanted:
         entry = ceilings.find(kind, device.name, dtype, threads)
         if entry is not None:
-            note = "; ".join([entry.source, *(f"doubtful: {doubt}" for doubt in entry.doubts)])
+            note = entry.source
             found.append(CeilingStatus(kind, dtype, threads, entry.value, note))
             continue
         verb = f"gemm --dtype {dtype}" if kind == "matmul" else "memory"

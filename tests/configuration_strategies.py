@@ -31,6 +31,7 @@ _WILD: dict[str, tuple[list[Any], list[Any]]] = {
     "data.num_workers": ([0, 1], [-1, 257, "all"]),
     "data.split": (["0,5", "5,0", "0,0", "1,1"], ["95", "a,b", ""]),
     "data.transform": (["numpy.flip", "numpy:flip", "a..b", "a.1x.y"], ["flip", "1x.y"]),
+    "profiler.profile_ranks": (["0", "1", "0,1", "all"], ["", "0,", "first", 0]),
     "run.num_threads": ([1, 2], [-1, 0]),
     "run.name": (["ok.name_1"], ["a b", "", "-x", 5]),
     "run.device": (["cpu"], ["gpu", 0]),
@@ -58,7 +59,9 @@ def configurations(draw: st.DrawFn) -> tuple[Values, int]:
     byte-level corpus of 257 tokens fits), no initial weights, no device but the CPU.
     """
     world_size = draw(st.sampled_from([1, 1, 2, 4]))
-    values = {**_model(draw), **_training(draw, world_size), **_surroundings(draw, world_size)}
+    values = {**_model(draw), **_training(draw, world_size)}
+    profiles = values["training"]["train_iters"] >= 4 and draw(st.booleans())
+    values |= _surroundings(draw, world_size, profiles)
     values["lr_schedule"] = _lr_schedule(draw, values)
     for _ in range(draw(st.sampled_from([0, 0, 2, 3, 4, 5]))):
         path = draw(st.sampled_from(_RULED) | st.sampled_from(sorted(set(leaves()) - _EXTERNAL)))
@@ -157,7 +160,7 @@ def _lr_schedule(draw: st.DrawFn, values: Values) -> dict[str, Any]:
     }
 
 
-def _surroundings(draw: st.DrawFn, world_size: int) -> Values:
+def _surroundings(draw: st.DrawFn, world_size: int, profiles: bool) -> Values:
     return {
         "parallelism": {
             "data_parallel_size": _maybe(draw, world_size),
@@ -170,6 +173,15 @@ def _surroundings(draw: st.DrawFn, world_size: int) -> Values:
         "checkpoint": {
             "save_interval": draw(st.integers(0, 3)),
             "keep_latest_k": draw(st.integers(1, 3)),
+        },
+        "profiler": {
+            "profile": profiles,
+            "profile_step_start": 4,
+            "profile_step_end": 5,
+            "profile_ranks": draw(st.sampled_from(["0", "all", str(world_size - 1)])),
+            "record_shapes": draw(st.booleans()),
+            "with_stack": False,
+            "file_size_limit_bytes": draw(st.sampled_from([1, 10**6])),
         },
         "monitor": {"log_interval": draw(st.integers(1, 3)), "log_rank_times": draw(st.booleans())},
         "run": {

@@ -113,6 +113,24 @@ EXAMPLES: dict[str, tuple[list[str], str, list[str]]] = {
         "prefetch_factor = 2",
         ["data.prefetch_factor=4", "data.num_workers=1"],
     ),
+    "profile-window-not-empty": (
+        ["profiler.profile=true", "profiler.profile_step_start=20", "profiler.profile_step_end=20"],
+        "profiler.profile_step_end: 20 ends the window before it begins: profile_step_start = 20, and the end "
+        "is not part of it; the nearest legal value is 21",
+        ["profiler.profile_step_start=20", "profiler.profile_step_end=20"],
+    ),
+    "profile-window-inside-run": (
+        ["profiler.profile=true", "profiler.profile_step_start=350", "profiler.profile_step_end=352"],
+        "profiler.profile_step_end: 352 is beyond the run's last step, 350; nearest legal values: "
+        "training.train_iters = 351; profile_step_end = 351",
+        ["profiler.profile=true", "profiler.profile_step_start=350", "profiler.profile_step_end=351"],
+    ),
+    "profile-ranks-exist": (
+        ["profiler.profile=true", "profiler.profile_ranks=0,1"],
+        "profiler.profile_ranks: rank 1 does not exist: the only rank is 0; the nearest legal value is 0, or "
+        "use all",
+        ["profiler.profile=true", "profiler.profile_ranks=all"],
+    ),
 }
 
 

@@ -193,3 +193,13 @@ def test_effective_utilisation_weights_each_step_by_its_own_share() -> None:
     record(clock, 2, tokens=100, effective_tokens=0, model_flops=200)
     record(clock, 3, tokens=0, effective_tokens=0, model_flops=0)
     assert clock.summary(1, PEAK).effective_mfu == pytest.approx(1000 / 3 / 1000)
+
+
+def test_durations_of_a_window_are_those_of_steps_with_exactly_the_tags_asked_for() -> None:
+    clock = clock_with(3)
+    record(clock, 4, duration_s=4.0, tags=["profile"])
+    record(clock, 5, duration_s=5.0, tags=["profile", "gc"])
+    record(clock, 6, duration_s=6.0, tags=["profile"])
+    record(clock, 8, duration_s=8.0, num_steps=2)
+    assert clock.durations_s(4, 6, tags=["profile"]) == [4.0, 6.0]
+    assert clock.durations_s(1, 8) == [1.0], "steps 1 and 2 are warm-up, 7 and 8 were timed together"

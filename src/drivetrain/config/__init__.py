@@ -29,6 +29,7 @@ from drivetrain.config.load import LoadedConfig, load_config, parse_config
 from drivetrain.config.model import ModelConfig
 from drivetrain.config.operation import CheckpointConfig, MonitorConfig, RunSectionConfig
 from drivetrain.config.presets import preset_names
+from drivetrain.config.profiling import ProfilerConfig
 from drivetrain.config.rules import LaunchFacts, Rule, Violation
 from drivetrain.config.schema import RunConfig
 from drivetrain.config.serialise import config_hash, differing_leaves, to_toml
@@ -57,6 +58,7 @@ __all__ = [
     "OverlapConfig",
     "ParallelismConfig",
     "PrecisionConfig",
+    "ProfilerConfig",
     "Rule",
     "RunConfig",
     "RunSectionConfig",

@@ -7,6 +7,7 @@ so that one mistake gives one message.
 from collections.abc import Sequence
 
 from drivetrain.config import derive
+from drivetrain.config.profiler_rules import PROFILER_RULES
 from drivetrain.config.rules import LaunchFacts, Rule, Violation
 from drivetrain.config.schema import RunConfig
 
@@ -352,6 +353,7 @@ BASIC_RULES: tuple[Rule, ...] = (
         _prefetch_needs_workers,
         "prefetch_factor other than its default needs num_workers of at least 1.",
     ),
+    *PROFILER_RULES,
 )
 """Tried by ``check`` and before every start, together with the catalogue's rules."""
 

@@ -12,6 +12,7 @@ from drivetrain.config.execution import (
 )
 from drivetrain.config.model import ModelConfig
 from drivetrain.config.operation import CheckpointConfig, MonitorConfig, RunSectionConfig
+from drivetrain.config.profiling import ProfilerConfig
 from drivetrain.config.training import (
     DataConfig,
     LearningRateScheduleConfig,
@@ -47,6 +48,8 @@ class RunConfig(Section):
     """Dtypes."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Saved state."""
+    profiler: ProfilerConfig = Field(default_factory=ProfilerConfig)
+    """Profile window."""
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     """Logging."""
     run: RunSectionConfig = Field(default_factory=RunSectionConfig)

@@ -61,13 +61,14 @@ def assemble(
     elif checkpoint is None:
         initialize(decoder, config.run.seed)
     if config.fusion.compile:
-        decoder.compile_blocks()
+        decoder.compile_blocks(name_kernels=config.profiler.profile)
     _enforce_memory_limit(config, corpus, decoder, optimizer, device, group, logbook)
     data_parallel = DataParallel(decoder, group, device.torch_device, config.overlap.bucket_size_mb)
     if checkpoint is not None and checkpoint.random_state is not None:
         # Last of all, so that nothing above has drawn from the generators in between.
         restore_random_state(checkpoint.random_state)
     return TrainingRun(
+        path=run_path,
         config=config,
         group=group,
         device=device,
@@ -89,7 +90,6 @@ def assemble(
         progress=Progress() if checkpoint is None else Progress.from_dict(checkpoint.trainer_state),
         resumed=checkpoint is not None,
         logbook=logbook,
-        checkpoint_folder=checkpoint_folder,
     )
 
 

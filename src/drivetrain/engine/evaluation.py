@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import record_function
 
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
@@ -50,12 +49,11 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
     text_bytes = 0
-    with record_function("drivetrain/evaluation"):
-        for batch in batches:
-            loss_sum += decoder.loss_sum(batch.to(device)).double()
-            tokens += batch.num_valid_tokens
-            if bytes_per_token is not None:
-                text_bytes += int((bytes_per_token[batch.labels] * batch.loss_mask).sum())
+    for batch in batches:
+        loss_sum += decoder.loss_sum(batch.to(device)).double()
+        tokens += batch.num_valid_tokens
+        if bytes_per_token is not None:
+            text_bytes += int((bytes_per_token[batch.labels] * batch.loss_mask).sum())
     decoder.train(was_training)
     group.sum_(loss_sum)
     tokens, text_bytes = group.start_sum([tokens, text_bytes]).wait()

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from torch.profiler import record_function
+
 from drivetrain.engine.compilation import graphs_compiled
 from drivetrain.engine.evaluation import Evaluation
+from drivetrain.engine.profiling import ProfileWindow
 from drivetrain.engine.schedule import learning_rate
 from drivetrain.engine.stop import StopRequest
 from drivetrain.engine.training_run import TrainingRun
@@ -38,9 +41,10 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
     validation: Evaluation | None = None
     saved_at = progress.step if run.resumed else None
 
-    with _collect_garbage_at_chosen_steps(), run.train_batches() as batches:
+    with _collect_garbage_at_chosen_steps(), run.train_batches() as batches, ProfileWindow(run) as window:
         while progress.step < last_step:
             run.logbook.heartbeat(progress.step, "train")
+            window.before_step(progress.step + 1)
             graphs = graphs_compiled()
             # In the middle of the step's tokens: neither the first step nor the last is spent at a rate of 0.
             seen = progress.tokens + run.tokens_per_step // 2
@@ -52,10 +56,11 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
             progress.tokens += figures.tokens
             progress.effective_tokens += figures.valid_tokens
             progress.model_flops += run.model_flops_of(figures)
-            tags = ["compile"] if graphs_compiled() != graphs else []
+            tags = [*window.tags, "compile"] if graphs_compiled() != graphs else window.tags
             if progress.step % GC_INTERVAL == 0:
-                gc.collect(1)
-                tags.append("gc")
+                with record_function("drivetrain/gc"):
+                    gc.collect(1)
+                tags = [*tags, "gc"]
             recorder.submit(figures, progress, tags)
             recorder.close_step()
 
@@ -71,8 +76,8 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
                 validation = run.evaluate(progress)
             if figures.stop_votes:
                 break
+        recorder.flush(progress)
 
-    recorder.flush(progress)
     if recorder.diverged_at is not None:
         # The weights hold non-finite numbers by now: nothing worth saving, the last checkpoint is older.
         return Outcome("diverged", f"the loss at step {recorder.diverged_at} is not finite", validation)

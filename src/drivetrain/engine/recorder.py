@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from drivetrain.archive.writer import RankLog, RunWriter
 from drivetrain.config import RunConfig
@@ -90,10 +91,11 @@ class Recorder:
     def submit(self, figures: StepFigures, progress: Progress, tags: Sequence[str]) -> None:
         """Hand in the step that was just issued; the one before is recorded now."""
         before = time.perf_counter()
-        total = figures.loss_sum.clone()
-        work = self._group.sum_(total, async_op=True)
-        self.flush(progress)
-        self._pending = _Pending(figures, replace(progress), total, work, tuple(tags))
+        with record_function("drivetrain/log"):
+            total = figures.loss_sum.clone()
+            work = self._group.sum_(total, async_op=True)
+            self._record_pending(progress)
+            self._pending = _Pending(figures, replace(progress), total, work, tuple(tags))
         self._hooks_s += time.perf_counter() - before
 
     def close_step(self) -> None:
@@ -103,19 +105,24 @@ class Recorder:
 
     def flush(self, progress: Progress) -> None:
         """Record the step that is still pending, waiting for the device if need be."""
+        with record_function("drivetrain/log"):
+            self._record_pending(progress)
+
+    def _record_pending(self, progress: Progress) -> None:
         pending, self._pending = self._pending, None
         if pending is None:
             return
         assert pending.ended is not None, "close_step() ends every step"
-        if pending.work is not None:
-            pending.work.wait()
         figures, counters = pending.figures, pending.counters
-        loss = float(pending.global_loss_sum.item()) / max(figures.valid_tokens, 1)
+        with record_function("drivetrain/sync"):
+            if pending.work is not None:
+                pending.work.wait()
+            loss = float(pending.global_loss_sum.item()) / max(figures.valid_tokens, 1)
+            duration_s = elapsed_s(figures.started, pending.ended)
         self.last_loss = loss
         if not math.isfinite(loss) and self.diverged_at is None:
             self.diverged_at = counters.step
         smoothed = progress.smooth(loss) if math.isfinite(loss) else None
-        duration_s = elapsed_s(figures.started, pending.ended)
         exposed_s = elapsed_s(*figures.exposed_wait) if figures.exposed_wait is not None else None
         model, squares = self._config.model, figures.sum_squared_lengths
         flops = model_flops(model, tokens=figures.tokens, sum_squared_lengths=squares).total

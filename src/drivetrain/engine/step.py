@@ -90,7 +90,9 @@ class Stepper:
             with self.data_parallel.micro_batch(last=index == self.num_microbatches - 1):
                 with record_function("drivetrain/forward"):
                     loss = self.data_parallel.loss_sum(batch)
-                counts = counts or totals.wait()
+                if not counts:
+                    with record_function("drivetrain/sync"):
+                        counts = totals.wait()
                 with record_function("drivetrain/backward"):
                     self.data_parallel.backward(loss, counts[0])
             loss_sum += loss.detach()

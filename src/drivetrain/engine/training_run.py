@@ -60,8 +60,9 @@ class Logbook:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything :func:`drivetrain.engine.loop.train` needs."""
+    """Everything :func:`drivetrain.engine.loop.train` needs. ``path`` is the run directory."""
 
+    path: Path
     config: RunConfig
     group: ProcessGroup
     device: Device
@@ -73,7 +74,11 @@ class TrainingRun:
     progress: Progress
     resumed: bool
     logbook: Logbook
-    checkpoint_folder: Path
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where its checkpoints are."""
+        return self.path / "checkpoints"
 
     @property
     def tokens_per_step(self) -> int:
@@ -141,7 +146,7 @@ class TrainingRun:
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, recorded as an event. The time counts as maintenance."""
         self.recorder.flush(progress)
-        with self._maintenance("checkpoint"), record_function("drivetrain/checkpoint"):
+        with self._maintenance("checkpoint"):
             path = save_checkpoint(
                 self.checkpoint_folder,
                 progress.step,
@@ -161,6 +166,7 @@ class TrainingRun:
     def _maintenance(self, kind: str) -> Iterator[None]:
         self.logbook.heartbeat(self.progress.step, kind)
         before = time.perf_counter()
-        yield
+        with record_function(f"drivetrain/{kind}"):
+            yield
         self.recorder.clock.maintenance(kind, time.perf_counter() - before)
         self.logbook.heartbeat(self.progress.step, "train")

@@ -176,6 +176,24 @@ class StepClock:
         for name, value in zip(_COLUMNS, values, strict=True):
             self._columns[name].append(value)
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps at the start that are warm-up."""
+        return self._warmup_steps
+
+    def durations_s(self, first: int, last: int, *, tags: Sequence[str] = ()) -> list[float]:
+        """Seconds of each step from ``first`` to ``last`` that has exactly these tags, in order.
+
+        Steps that were not recorded, or timed together with others, are left out.
+        """
+        bits = sum(1 << STEP_TAGS.index(tag) for tag in set(tags))
+        durations, counts = self._columns["duration_s"], self._columns["num_steps"]
+        return [
+            durations[index]
+            for index, step in enumerate(self._last_step)
+            if first <= step <= last and self._tags[index] == bits and counts[index] == 1
+        ]
+
     def maintenance(self, kind: str, seconds: float) -> None:
         """Add time between steps, in which training stood still: an evaluation, a checkpoint."""
         assert kind in MAINTENANCE_KINDS, f"unknown kind of maintenance {kind!r}"

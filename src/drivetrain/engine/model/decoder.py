@@ -131,15 +131,22 @@ class Decoder(nn.Module):
         out_TD: Tensor = self.final_norm(x_TD)
         return out_TD
 
-    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
+    def compile_blocks(
+        self, backend: str | Callable[..., Any] = "inductor", *, name_kernels: bool = False
+    ) -> None:
         """Compile each block in place with torch.compile, on its first call.
 
         Blocks share their code, so the work is done once and not per layer. Attention is left out of the
         graphs: a new packing of documents compiles nothing. A second size of T (another micro-batch, text
         generation) compiles once more, for any T.
+
+        Args:
+            name_kernels: each generated CPU kernel shows in a profile under its own name. Without it a profile
+                has nothing but the call of the whole graph.
         """
+        options = {"cpp.enable_kernel_profile": True} if name_kernels else None
         for block in self.blocks.values():
-            block.compile(backend=backend)
+            block.compile(backend=backend, options=options)
 
     def _output_weight(self) -> Tensor:
         owner = self.embedding if self.output is None else self.output

@@ -1,0 +1,147 @@
+"""Where on the host a device record was launched: the launch, the operator around it, the ranges it lies in.
+
+Device records are joined with launches by correlation and with operators by external id. A record's *place* is a
+point on a host thread: its launch where the launching thread also runs operators, else the start of its operator
+(older profilers name the two threads differently). Membership in ranges is tested for all records at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drivetrain.trace.table import Category, EventTable
+
+__all__ = [
+    "HostPlaces",
+    "Ranges",
+    "host_places",
+    "leaf_operators",
+    "names_matching",
+    "own_places",
+    "thread_keys",
+]
+
+
+def thread_keys(events: EventTable) -> NDArray[np.int64]:
+    """One number per (process, thread) of each event, shape (n,)."""
+    return events.process.astype(np.int64) * (len(events.threads) + 1) + events.thread
+
+
+def names_matching(events: EventTable, matches: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Mask over events, shape (n,), from a mask over ``events.names``."""
+    if len(matches) == 0:
+        return np.zeros(len(events), np.bool_)
+    return matches[events.name]
+
+
+@dataclass(frozen=True, eq=False)
+class HostPlaces:
+    """Places on the host of some rows of an event table; all arrays have the length of ``rows``."""
+
+    rows: NDArray[np.int64]
+    launch: NDArray[np.int64]
+    """Row of the launch (a runtime call), -1 where unknown."""
+    operator: NDArray[np.int64]
+    """Row of the innermost operator around the launch, -1 where unknown."""
+    key: NDArray[np.int64]
+    """Thread (:func:`thread_keys`) of the place, -1 where unknown."""
+    time_ns: NDArray[np.int64]
+
+
+def _first_row_of(
+    values: NDArray[np.int64], rows: NDArray[np.int64], wanted: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """For each wanted value the first of ``rows`` whose value it is; -1 where none, or where it is negative."""
+    if len(rows) == 0:
+        return np.full(len(wanted), -1, np.int64)
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    position = np.minimum(np.searchsorted(ordered, wanted), len(rows) - 1)
+    found = (ordered[position] == wanted) & (wanted >= 0)
+    return np.where(found, rows[order[position]], -1)
+
+
+def host_places(events: EventTable, rows: NDArray[np.int64]) -> HostPlaces:
+    """Join device records with their launches and operators."""
+    runtime = np.flatnonzero((events.category == Category.RUNTIME) & (events.correlation >= 0))
+    operators = np.flatnonzero((events.category == Category.CPU_OP) & (events.external_id >= 0))
+    launch = _first_row_of(events.correlation[runtime], runtime, events.correlation[rows])
+    launched = launch >= 0
+    external = events.external_id[rows].copy()
+    external[launched] = np.where(
+        events.external_id[launch[launched]] >= 0, events.external_id[launch[launched]], external[launched]
+    )
+    operator = _first_row_of(events.external_id[operators], operators, external)
+
+    keys = thread_keys(events)
+    operator_threads = np.unique(keys[events.category == Category.CPU_OP])
+    place = np.where(launched & np.isin(keys[launch], operator_threads), launch, -1)
+    place = np.where(place < 0, operator, place)
+    place = np.where(place < 0, launch, place)
+    known = place >= 0
+    return HostPlaces(
+        rows=rows,
+        launch=launch,
+        operator=operator,
+        key=np.where(known, keys[place], -1),
+        time_ns=np.where(known, events.start_ns[place], -1),
+    )
+
+
+def own_places(events: EventTable, rows: NDArray[np.int64]) -> HostPlaces:
+    """Places of host records: their own threads and starts."""
+    none = np.full(len(rows), -1, np.int64)
+    return HostPlaces(rows, none, rows, thread_keys(events)[rows], events.start_ns[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """Closed ranges on threads, merged where they overlap: per thread sorted starts and ends."""
+
+    threads: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]
+
+    @classmethod
+    def merged(cls, key: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64]) -> "Ranges":
+        """Union of ranges given by thread, start and end, all of shape (m,)."""
+        threads = {}
+        for thread in np.unique(key):
+            mine = key == thread
+            order = np.argsort(start[mine], kind="stable")
+            starts, ends = start[mine][order], np.maximum.accumulate(end[mine][order])
+            first = np.concatenate(([True], starts[1:] > ends[:-1]))
+            last = np.concatenate((first[1:], [True]))
+            threads[int(thread)] = (starts[first], ends[last])
+        return cls(threads)
+
+    @classmethod
+    def of(cls, events: EventTable, rows: NDArray[Any]) -> "Ranges":
+        """Union of the ranges of some host records."""
+        return cls.merged(thread_keys(events)[rows], events.start_ns[rows], events.end_ns[rows])
+
+    def contain(self, key: NDArray[np.int64], time_ns: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each point (thread, time) lies in a range; borders count."""
+        inside = np.zeros(len(key), np.bool_)
+        for thread, (starts, ends) in self.threads.items():
+            mine = np.flatnonzero(key == thread)
+            position = np.searchsorted(starts, time_ns[mine], side="right") - 1
+            inside[mine] = (position >= 0) & (time_ns[mine] <= ends[np.maximum(position, 0)])
+        return inside
+
+
+def leaf_operators(events: EventTable) -> NDArray[np.int64]:
+    """Rows of the operators that call no other operator on their thread.
+
+    The table is sorted by start, longest first, so an operator's first child is the next operator of its thread.
+    """
+    rows = np.flatnonzero(events.category == Category.CPU_OP)
+    if len(rows) == 0:
+        return rows
+    key = thread_keys(events)[rows]
+    order = np.argsort(key, kind="stable")
+    rows, key = rows[order], key[order]
+    start, end = events.start_ns[rows], events.end_ns[rows]
+    parent = np.zeros(len(rows), np.bool_)
+    parent[:-1] = (key[1:] == key[:-1]) & (start[1:] < end[:-1])
+    return np.sort(rows[~parent])

@@ -10,7 +10,7 @@ from drivetrain.errors import DrivetrainError
 
 __all__ = ["application", "main"]
 
-VERBS = ("doctor", "data", "check", "train", "generate", "runs", "compare", "mfu", "bench")
+VERBS = ("doctor", "data", "check", "train", "profile", "generate", "runs", "compare", "mfu", "bench")
 """Modules of this package, in the order of ``--help``."""
 
 

@@ -12,7 +12,7 @@ from drivetrain.cli.output import show_document
 from drivetrain.config import LaunchFacts, LoadedConfig, load_config, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
-__all__ = ["run_train"]
+__all__ = ["EXIT_OF", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
 
 EXIT_OF = {"finished": 0, "diverged": 1, "interrupted": 130}
 
@@ -50,15 +50,21 @@ def run_train(
         from drivetrain.cli.overfit import run_overfit
 
         return run_overfit(loaded, as_json=as_json)
-    path = run.path if run is not None else _new_run(loaded, world_size)
-    print(f"run: {path}", file=sys.stderr, flush=True)
-    if world_size > 1:
-        return _several(path, world_size, as_json)
+    path = run.path if run is not None else new_run(loaded, world_size)
+    summary = train_to_end(path, world_size)
+    return _report(summary, as_json) if summary is not None else 1
+
+
+def train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
+    """Train the run in ``path`` with processes on this machine; its summary.
+
+    None: it ended without one, and stderr says how.
+    """
+    from drivetrain.engine.parallel.process_group import Ranks
     from drivetrain.engine.worker import work
 
-    result = work(path, Ranks())
-    assert result.summary is not None
-    return _report(result.summary, as_json)
+    print(f"run: {path}", file=sys.stderr, flush=True)
+    return work(path, Ranks()).summary if world_size == 1 else _several(path, world_size)
 
 
 def refuse_broken_rules(loaded: LoadedConfig, world_size: int) -> None:
@@ -84,7 +90,8 @@ def _run_to_continue(source: str, overrides: Sequence[str]) -> Run | None:
     return run
 
 
-def _new_run(loaded: LoadedConfig, world_size: int) -> Path:
+def new_run(loaded: LoadedConfig, world_size: int) -> Path:
+    """Make the directory of a new run, its corpus prepared with progress on stderr."""
     from drivetrain.engine.creation import create_run
     from drivetrain.engine.data.corpus import ensure_corpus
 
@@ -106,14 +113,14 @@ def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool) -> int:
     else:
         loaded = load_config(source, overrides)
         refuse_broken_rules(loaded, ranks.world_size)
-        path = agree_on_run(ranks, lambda: _new_run(loaded, ranks.world_size))
+        path = agree_on_run(ranks, lambda: new_run(loaded, ranks.world_size))
     result = work(path, ranks)
     if result.summary is not None and as_json:
         show_document(result.summary)
     return EXIT_OF[result.outcome.status]
 
 
-def _several(path: Path, num_processes: int, as_json: bool) -> int:
+def _several(path: Path, num_processes: int) -> dict[str, Any] | None:
     from drivetrain.engine.launch import launch_ranks
 
     before = open_run(path).last_segment()
@@ -129,8 +136,8 @@ def _several(path: Path, num_processes: int, as_json: bool) -> int:
         raise DrivetrainError(str(end["reason"]))
     if summary is None or summary.get("segment") != run.last_segment():
         print(f"the run {end['status']}: {end['reason']}", file=sys.stderr)
-        return 1
-    return _report(summary, as_json)
+        return None
+    return summary
 
 
 def _report(summary: dict[str, Any], as_json: bool) -> int:

@@ -1,0 +1,125 @@
+"""What ``drivetrain profile`` does: a short run around a window, its cost, and its account."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.reader import Run, open_run
+from drivetrain.cli.environment import require_torch
+from drivetrain.cli.output import show_document
+from drivetrain.cli.train_command import EXIT_OF, new_run, refuse_broken_rules, train_to_end
+from drivetrain.config import LoadedConfig, decay_tokens, load_config
+from drivetrain.errors import ConfigurationError, DrivetrainError
+
+__all__ = ["run_profile"]
+
+# Two steps are warm-up and one is the profiler's trial; see docs/profile.md.
+_BEFORE_CALIBRATION = 2
+_TRIAL = 1
+
+
+def run_profile(
+    source: str,
+    overrides: Sequence[str],
+    *,
+    steps: int,
+    start: int | None,
+    num_processes: int | None,
+    as_json: bool,
+) -> int:
+    """The verb; returns the exit code."""
+    require_torch()
+    from drivetrain.engine.parallel.process_group import Ranks
+
+    if Ranks.started_by_torchrun():
+        raise DrivetrainError(
+            "profile starts its processes itself; under torchrun use: drivetrain train CONFIG "
+            "profiler.profile=true profiler.profile_step_start=... profiler.profile_step_end=..."
+        )
+    former = open_run(Path(source)) if Path(source).is_dir() else None
+    loaded = _with_window(source, former, overrides, steps, start)
+    if former is not None and num_processes is None:
+        num_processes = int(former.manifest["layout"]["world_size"])
+    world_size = num_processes or loaded.config.parallelism.data_parallel_size or 1
+    refuse_broken_rules(loaded, world_size)
+    profiler, training = loaded.config.profiler, loaded.config.training
+    print(
+        f"a new run of {training.train_iters} steps, of which {profiler.profile_step_start} to "
+        f"{profiler.profile_step_end - 1} are profiled",
+        file=sys.stderr,
+    )
+    path = new_run(loaded, world_size)
+    summary = train_to_end(path, world_size)
+    if summary is None:
+        return 1
+    document = _document(open_run(path), summary)
+    if as_json:
+        show_document(document)
+    else:
+        _say(document)
+    if document["window"] is None and summary["status"] == "finished":
+        return 1
+    return EXIT_OF[str(summary["status"])]
+
+
+def _with_window(
+    source: str, former: Run | None, overrides: Sequence[str], steps: int, start: int | None
+) -> LoadedConfig:
+    """The configuration of a run that is just long enough."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+    for name, option in (("profile_step_start", "--start"), ("profile_step_end", "--steps"), ("profile", "")):
+        if f"profiler.{name}" in given:
+            remedy = f"use {option}" if option else "the verb profiles in any case"
+            raise ConfigurationError(f"profiler.{name} is set by `drivetrain profile` itself; {remedy}")
+    file = str(former.path / "config.toml") if former is not None else source
+    wanted = load_config(file, overrides)
+    first = start if start is not None else _BEFORE_CALIBRATION + steps + _TRIAL + 1
+    settings = {
+        "training.train_iters": str(first + 2 * steps - 1),
+        # The learning rate follows the schedule of the whole run, of which this is the beginning.
+        "lr_schedule.lr_decay_tokens": str(decay_tokens(wanted.config)),
+        "training.eval_iters": "0",
+        "training.eval_interval": "0",
+        "profiler.profile_ranks": "all",
+    }
+    chosen = [f"{name}={value}" for name, value in settings.items() if name not in given]
+    window = ("profile=true", f"profile_step_start={first}", f"profile_step_end={first + steps}")
+    loaded = load_config(file, [*overrides, *chosen, *(f"profiler.{setting}" for setting in window)])
+    name = former.name if former is not None else loaded.name
+    return LoadedConfig(loaded.config, source, name)
+
+
+def _document(run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:
+    events = [event for event in run.events() if event["kind"] == "window"]
+    window = _last(events, "profile")
+    overhead = _last(events, "profile_overhead")
+    return {
+        "schema": 1,
+        "run": str(run.path),
+        "status": summary["status"],
+        "window": window,
+        "files": [str(run.path / window["path"] / name) for name in window["file_bytes"]] if window else [],
+        "overhead": overhead,
+        "training": dict(summary),
+    }
+
+
+def _last(events: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any] | None:
+    """The own fields of the newest window event of that kind."""
+    found = [event for event in events if event.get("what") == what]
+    if not found:
+        return None
+    return {
+        key: value
+        for key, value in found[-1].items()
+        if key not in ("schema", "time", "segment", "kind", "what")
+    }
+
+
+def _say(document: Mapping[str, Any]) -> None:
+    """Traces on stdout, one a line, so that they can be handed on; the rest was said while it happened."""
+    for file in document["files"]:
+        print(file)
+    if document["window"] is None:
+        print(f"no step was profiled; the run {document['status']}", file=sys.stderr)

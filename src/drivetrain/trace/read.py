@@ -32,7 +32,7 @@ class Reader(Protocol):
         """What it reads, in a few words, for the message about an unknown file."""
         ...
 
-    def recognises(self, path: Path, head: bytes) -> bool:
+    def recognises(self, head: bytes) -> bool:
         """Whether ``head``, the first bytes of the (uncompressed) content, is of this format."""
         ...
 
@@ -52,7 +52,7 @@ def known_formats() -> dict[str, str]:
 def _reader_of(path: Path) -> Reader:
     head = Source.head(path)
     for reader in _READERS:
-        if reader.recognises(path, head):
+        if reader.recognises(head):
             return reader
     known = "; ".join(f"{name} ({description})" for name, description in known_formats().items())
     raise DataError(f"{path}: {_seen(head)}; known formats: {known}")

@@ -135,7 +135,7 @@ class EventTable:
     def empty(cls) -> Self:
         """A table without rows."""
         columns = {column: np.empty(0, dtype) for column, dtype in COLUMN_DTYPES.items()}
-        return cls(**columns, **{table: () for table in TEXT_TABLES})  # type: ignore[arg-type]
+        return cls(**columns, **dict.fromkeys(TEXT_TABLES, ()))  # type: ignore[arg-type]
 
 
 assert {field.name for field in fields(EventTable)} == {*COLUMN_DTYPES, *TEXT_TABLES}

@@ -71,7 +71,7 @@ class Classification:
 
     def is_communication(self) -> NDArray[np.bool_]:
         """Mask of the communication events."""
-        return self.kind == COMMUNICATION
+        return np.equal(self.kind, COMMUNICATION)
 
     def is_copy(self) -> NDArray[np.bool_]:
         """Mask of the ``copy.*`` events."""
@@ -230,14 +230,15 @@ def _alone_among_communication(
     events: EventTable, rows: NDArray[np.int64], kind: NDArray[np.uint8], named: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Kernels without a rule, on streams whose other kernels are all communication."""
-    unknown = ~named & (kind == _OTHER) & (events.category[rows] == Category.KERNEL)
+    unknown: NDArray[np.bool_] = ~named & (kind == _OTHER) & (events.category[rows] == Category.KERNEL)
     if not unknown.any():
         return unknown
     stream = events.device[rows].astype(np.int64) * (len(events.streams) + 1) + events.stream[rows]
     carrying = np.unique(stream[kind == COMMUNICATION])
     computing = np.unique(stream[np.isin(kind, COMPUTE) & ~unknown])
     only_communication = np.setdiff1d(carrying, computing)
-    return unknown & (events.stream[rows] >= 0) & np.isin(stream, only_communication)
+    unknown &= (events.stream[rows] >= 0) & np.isin(stream, only_communication)
+    return unknown
 
 
 # ---- host view --------------------------------------------------------------------------------------------------

@@ -168,3 +168,9 @@ def test_a_damaged_document_is_named(tmp_path: Path, content: bytes, complaint: 
     with pytest.raises(RunError, match=complaint) as caught:
         read_document(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFault, match="file is a file, a folder is needed"):
+        write_bytes(tmp_path / "file" / "inner", b"")

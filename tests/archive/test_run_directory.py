@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.archive.reader import open_run
+from drivetrain.archive.reader import Run, open_run
 from drivetrain.archive.writer import RankLog, RunWriter, append_event
 from drivetrain.config import load_config
 from drivetrain.errors import EnvironmentFault, RunError
@@ -355,3 +355,28 @@ class TestWhatIsNoRun:
         (writer.path / "segments/0000/metrics.jsonl").write_bytes(b'{"step":1}\n{"step":2}\n')
         with pytest.raises(RunError, match="damaged at line 1: the segment's header"):
             open_run(writer.path).metrics()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"a": 1}',
+        '{"schema": 1, "kind": "end"}',
+        '{"schema": 1, "time": 1, "segment": 0, "kind": "end"}',
+        '{"schema": 1, "time": 1, "segment": 0, "kind": "tag"}',
+        '{"schema": 1, "time": "x", "segment": 0, "kind": "start"}',
+    ],
+)
+def test_a_line_that_is_no_event_is_an_error_that_names_it(make_run: MakeRun, line: str) -> None:
+    with make_run() as writer:
+        writer.event("start", step=0)
+    with (writer.path / "events.jsonl").open("a") as file:
+        file.write(line + "\n")
+    for read in (Run.events, Run.tags, Run.end, Run.status):
+        with pytest.raises(RunError, match=r"events\.jsonl is damaged at line 2"):
+            read(open_run(writer.path))
+
+
+def test_names_that_are_no_utf_8_are_kept_readable(make_run: MakeRun) -> None:
+    with make_run(provenance={"command": ["drivetrain", "train", "caf\udce9.toml"]}) as writer:
+        assert open_run(writer.path).manifest["provenance"]["command"][2] == "caf\\udce9.toml"

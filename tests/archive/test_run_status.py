@@ -236,3 +236,14 @@ class TestHeartbeat:
     def test_of_this_process_is_alive(self) -> None:
         assert is_alive(process_identity()) is True
         assert is_alive(process_identity() | {"host": "another"}) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema": 1}', b'{"schema": 1, "time": "x"}'])
+def test_a_heartbeat_that_a_power_cut_damaged_is_none_and_the_run_can_be_continued(
+    make_run: MakeRun, content: bytes
+) -> None:
+    path = make_run().path
+    (path / "heartbeat.json").write_bytes(content)
+    assert open_run(path).heartbeat() is None
+    assert open_run(path).status() == "lost"
+    RunWriter.resume(path).close()

@@ -235,3 +235,29 @@ def test_a_sequence_longer_than_the_presets_is_a_model_with_as_many_positions() 
         *("--device", "H100-SXM-80GB"),
     )
     assert document["tokens_per_step"] == 65_536
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--step-time", "1e-320", "--peak-flops", "1e15"),
+        ("--step-time", "1e-300", "--peak-flops", "1e-300"),
+        ("--tokens-per-second", "1e-320", "--peak-flops", "1e15"),
+        ("--step-time", "1", "--peak-flops", "1e15", "--devices", "9" * 400),
+        ("--step-time", "1", "--peak-flops", "1e15", "--global-batch-size", "9" * 400),
+        ("--step-time", "1", "--peak-flops", "1e15", "--seq-length", "9" * 400),
+    ],
+)
+def test_figures_that_no_float_can_hold_are_refused_and_not_infinite(arguments: tuple[str, ...]) -> None:
+    assert "the most is" in (message := refusal("llama2-7b", *arguments)) or "must be" in message
+
+
+def test_the_document_stays_plain_json_at_the_bounds() -> None:
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    for time_s, peak in (("1e-18", "1"), ("1e24", "1e24")):
+        bounds = ("--seq-length", str(10**15), "--global-batch-size", str(10**15), "--devices", "1")
+        arguments = ["mfu", "llama2-7b", "--step-time", time_s, "--peak-flops", peak, *bounds, "--json"]
+        result = CliRunner().invoke(command_line(), arguments, catch_exceptions=False)
+        json.loads(result.stdout, parse_constant=no_constant)

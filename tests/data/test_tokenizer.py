@@ -167,3 +167,8 @@ def test_the_users_own_choice_of_parallelism_stands(monkeypatch: pytest.MonkeyPa
     with parallel_tokenizers():
         assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
     assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_a_vocabulary_beyond_any_model_is_refused_before_the_library_aborts() -> None:
+    with pytest.raises(DataError, match="the largest is 16,777,216"):
+        train_tokenizer(TEXTS, 99_999_999_999)

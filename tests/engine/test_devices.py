@@ -121,3 +121,14 @@ def test_a_ceiling_measured_on_a_busy_machine_gives_no_peak_and_says_why(tmp_pat
     assert reason is not None
     assert "50% of its cores" in reason
     assert "drivetrain bench gemm" in reason
+
+
+def test_damaged_ceilings_give_no_peak_and_say_so(tmp_path: Path) -> None:
+    from drivetrain.measure.ceilings import ceilings_path
+
+    file = ceilings_path(tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"{")
+    answer = peak_for(select_device(CPU), "fp32", 1, tmp_path)
+    assert answer.peak is None
+    assert "damaged" in str(answer.reason)

@@ -24,6 +24,8 @@ def write_fault(path: Path, error: OSError, consequence: str) -> EnvironmentFaul
     reason = error.strerror or str(error)
     if error.errno in _NO_ROOM:
         advice = "free some space on that file system, or write to another one"
+    elif path.parent.exists() and not path.parent.is_dir():
+        advice = f"{path.parent} is a file, a folder is needed"
     elif not path.parent.is_dir():
         advice = f"the folder {path.parent} does not exist"
     else:

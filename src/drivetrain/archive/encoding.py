@@ -52,7 +52,21 @@ def _plain(value: Any) -> Any:
 
 def dumps(value: Any, *, indent: bool = False) -> bytes:
     """One JSON document, UTF-8, without a trailing newline. Paths and other objects become their ``str``."""
-    return orjson.dumps(_plain(value), option=orjson.OPT_INDENT_2 if indent else None)
+    option = orjson.OPT_INDENT_2 if indent else None
+    try:
+        return orjson.dumps(_plain(value), option=option)
+    except TypeError:
+        # File names and arguments need not be UTF-8; Python holds their bytes as surrogates.
+        return orjson.dumps(_utf8(_plain(value)), option=option)
+
+
+def _utf8(value: Any) -> Any:
+    """``value`` with lone surrogates in its strings as ``\\udcff``."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_utf8(key): _utf8(item) for key, item in value.items()}
+    return [_utf8(item) for item in value] if isinstance(value, list) else value
 
 
 def restore_non_finite(value: Any) -> Any:

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 __all__ = ["Run", "Segment", "open_run", "segment_indices"]
 
 
+_BEAT_KEYS = {"schema", "step", "phase", "time", "pid", "host", "process_start", "process_place"}
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    kind = event.get("kind")
+    return (
+        isinstance(kind, str)
+        and isinstance(event.get("time"), int | float)
+        and "segment" in event
+        and (kind != "tag" or {"tag", "action"} <= event.keys())
+        and (kind != "end" or {"status", "reason"} <= event.keys())
+    )
+
+
 def _check_schema(document: Mapping[str, Any], path: Path) -> None:
     schema = document.get("schema")
     if not isinstance(schema, int) or schema < 1:
@@ -132,7 +146,14 @@ class Run:
 
         ``segment`` is None for what happened outside a segment (a tag set from the command line).
         """
-        return read_lines(self.path / "events.jsonl")
+        path = self.path / "events.jsonl"
+        events = read_lines(path)
+        for number, event in enumerate(events, start=1):
+            if not _is_event(event):
+                raise RunError(
+                    f"{path} is damaged at line {number}: no event (kind, time and segment are expected)"
+                )
+        return events
 
     def tags(self) -> list[str]:
         """The user's tags, in the order they were set."""
@@ -163,11 +184,17 @@ class Run:
         return ends[-1] if ends else None
 
     def heartbeat(self) -> dict[str, Any] | None:
-        """The last sign of life, ``{"step", "phase", "time", "pid", "host", ...}``; None before the first."""
+        """The last sign of life, ``{"step", "phase", "time", "pid", "host", ...}``; None before the first.
+
+        A damaged one is none: it is written without fsync, so that a power cut may leave an empty file, and
+        the run must be read and continued all the same.
+        """
         path = self.path / "heartbeat.json"
         try:
             beat = read_document(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, RunError):
+            return None
+        if not beat.keys() >= _BEAT_KEYS or not isinstance(beat["time"], int | float):
             return None
         _check_schema(beat, path)
         return beat

@@ -26,6 +26,9 @@ def five_dimensions(summary: Mapping[str, Any]) -> str:
     lines.append(f"{'window':20} {rule.get('window')}")
     if rule.get("peak_source"):
         lines.append(f"{'MFU':20} {rule.get('flops_rule')}; peak: {rule.get('peak_source')}")
-    lines.extend(f"{'unknown':20} {key}: {why}" for key, why in figures.reasons.items())
+    unknown: dict[str, list[str]] = {}
+    for key, why in figures.reasons.items():
+        unknown.setdefault(why, []).append(key)
+    lines.extend(f"{'unknown':20} {', '.join(keys)}: {why}" for why, keys in unknown.items())
     lines.extend(f"{'ERROR':20} {finding}" for finding in summary.get("findings") or ())
     return "\n".join(lines)

@@ -120,8 +120,6 @@ def peak_for(device: Device, dtype: str, num_threads: int, cache_dir: Path | str
         num_threads: compute threads of the process; ignored on a GPU.
         cache_dir: where measured ceilings are kept, for tests.
 
-    Raises:
-        EnvironmentFault: the file of measured ceilings is damaged.
     """
     if device.type == "cpu":
         return _measured_peak(device.name, dtype, num_threads, cache_dir)
@@ -135,7 +133,11 @@ def peak_for(device: Device, dtype: str, num_threads: int, cache_dir: Path | str
 
 
 def _measured_peak(name: str, dtype: str, num_threads: int, cache_dir: Path | str | None) -> PeakAnswer:
-    ceilings = load_ceilings(cache_dir)
+    try:
+        ceilings = load_ceilings(cache_dir)
+    except EnvironmentFault as error:
+        # Training needs no peak, only MFU does.
+        return PeakAnswer(None, str(error))
     peak = ceilings.matmul_flops(name, dtype, num_threads)
     if peak is not None:
         return PeakAnswer(peak, None)

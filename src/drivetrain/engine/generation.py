@@ -14,6 +14,9 @@ from drivetrain.errors import DrivetrainError
 
 __all__ = ["generate"]
 
+SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-4, 1e4
+"""Beyond these, dividing the logits leaves nothing to draw from, or no difference between tokens."""
+
 
 @torch.no_grad()
 def generate(
@@ -44,10 +47,15 @@ def generate(
         raise DrivetrainError(
             "the prompt is empty; give at least one token, such as the end-of-document token"
         )
-    if temperature < 0 or top_k < 0:
+    if temperature != 0 and not SMALLEST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
         raise DrivetrainError(
-            f"temperature={temperature} and top_k={top_k} must not be negative; the nearest legal value is 0"
+            f"temperature={temperature}: 0 (always the likeliest token), or from {SMALLEST_TEMPERATURE} to "
+            f"{LARGEST_TEMPERATURE:g}"
         )
+    if top_k < 0:
+        raise DrivetrainError(f"top_k={top_k} must not be negative; the nearest legal value is 0")
+    if not 0 <= seed < 2**63:
+        raise DrivetrainError(f"seed={seed}: a whole number from 0 to 2^63 - 1")
     decoder.eval()
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from drivetrain.engine.data.corpus import ensure_corpus
 from drivetrain.engine.generation import generate
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.precision import compute_dtype
-from drivetrain.errors import RunError
+from drivetrain.errors import DrivetrainError, RunError
 
 __all__ = ["stream_text"]
 
@@ -33,6 +33,10 @@ def stream_text(
     Raises:
         DrivetrainError: no checkpoint, no tokenizer, or one that does not fit.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise DrivetrainError(f"--prompt: no UTF-8 text at character {error.start}") from None
     config = run.config()
     checkpoint = find_latest(
         run.path / "checkpoints",

@@ -23,17 +23,18 @@ def summarise(
         run.group.size, peak.peak, elapsed_s=elapsed_s, peak_reason=peak.reason
     )
     validation = outcome.validation
-    reasons = dict(figures.reasons)
+    reasons = {key: why for key, why in figures.reasons.items() if key != "flops_per_second_per_device"}
     if run.recorder.last_loss is None:
         reasons["final_loss"] = "no step was run in this segment"
     if validation is None:
-        reasons["validation_loss"] = (
+        why = (
             "training.eval_iters is 0"
             if run.config.training.eval_iters == 0
-            else f"the run was {outcome.status}"
+            else f"the run was {outcome.status} before its first evaluation"
         )
+        reasons |= dict.fromkeys(("validation_loss", "validation_bits_per_byte"), why)
     elif validation.bits_per_byte is None:
-        reasons["validation_bits_per_byte"] = "the tokenizer does not tell the bytes of a token"
+        reasons["validation_bits_per_byte"] = run.corpus.token_byte_lengths().reason
     return {
         "run": str(run_path),
         "status": outcome.status,

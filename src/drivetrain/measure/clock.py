@@ -31,6 +31,20 @@ STEP_TAGS = ("warmup", "compile", "checkpoint", "evaluation", "profile", "gc", "
 """Tags that take a step out of the steady state."""
 MAINTENANCE_KINDS = ("checkpoint", "evaluation", "profile", "compile", "memory_count", "setup")
 """What the time between steps may be spent on."""
+_STEADY_FIGURES = (
+    "tokens_per_second",
+    "effective_tokens_per_second",
+    "mfu",
+    "hfu",
+    "effective_mfu",
+    "flops_per_second_per_device",
+    "step_time_s.p50",
+    "step_time_s.p90",
+    "step_time_s.max",
+    "data_wait_frac",
+    "communication_exposed_frac",
+)
+"""What is not known without a step of steady state."""
 WARMUP_STEPS = 2
 """Steps at the start of a segment that are warm-up."""
 TOKEN_RULE = "all tokens processed by all ranks, padding included; effective: tokens that carry loss"
@@ -291,15 +305,17 @@ class StepClock:
         self, steady: Sequence[int], world_size: int, peak: Peak | None, peak_reason: str | None
     ) -> dict[str, str]:
         reasons = {}
+        if peak is None:
+            no_peak = peak_reason or "the peak of the device is not known"
+            reasons |= dict.fromkeys(("mfu", "hfu", "effective_mfu"), no_peak)
         if not steady:
-            reasons["steady"] = (
+            no_steady_step = (
                 f"each of the {self._steps_seen} steps is tagged, or warm-up "
                 f"(the first {self._warmup_steps} of a segment)"
                 if self._steps_seen
                 else "no step was recorded"
             )
-        if peak is None:
-            reasons["mfu"] = peak_reason or "the peak of the device is not known"
+            reasons |= dict.fromkeys(_STEADY_FIGURES, no_steady_step)
         if world_size == 1:
             reasons["communication_exposed_frac"] = "one process: nothing to communicate"
         elif steady and not all(self._has_exposed[index] for index in steady):

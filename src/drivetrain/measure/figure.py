@@ -16,6 +16,9 @@ __all__ = ["FigureUnderRule", "TrainingFigure", "UtilisationAnswer", "utilisatio
 
 _RATES_AGREE_WITHIN = 0.02
 """Step time and tokens/s are printed with two or three digits; a larger difference is a contradiction."""
+_LARGEST_COUNT = 10**15
+_SMALLEST_RATE, _LARGEST_RATE = 1e-18, 1e24
+"""Bounds far outside anything real, within which no product or quotient overflows a float."""
 _CREDIBLE = 0.9
 """Best sustained matrix products measured on any device of the table: 87% of the data sheet (A100-SXM,
 ml-engineering's MAMF). A whole training step above 90% is a mistake, even below 100%."""
@@ -52,9 +55,16 @@ class TrainingFigure:
         for name, count in counts.items():
             if count < 1:
                 raise DrivetrainError(f"a {name} of {count}: it must be at least 1")
+            if count > _LARGEST_COUNT:
+                raise DrivetrainError(
+                    f"a {name} of more than {_LARGEST_COUNT:g}: the most is {_LARGEST_COUNT:g}"
+                )
         for name, value in rates.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise DrivetrainError(f"a {name} of {value}: it must be a positive number")
+            if value is not None and not _SMALLEST_RATE <= value <= _LARGEST_RATE:
+                raise DrivetrainError(
+                    f"a {name} of {value}: it must be a positive number, "
+                    f"between {_SMALLEST_RATE:g} and {_LARGEST_RATE:g}"
+                )
 
     @property
     def tokens_per_step(self) -> int:

@@ -159,8 +159,10 @@ def peak_flops(device: DevicePeaks, dtype: str) -> Peak:
 
 def supplied_peak(value: float) -> Peak:
     """A peak given by the user, in FLOP/s of one device."""
-    if not 0 < value < float("inf"):
-        raise DrivetrainError(f"a peak of {value} FLOP/s: it must be a positive number, for example 312e12")
+    if not 1 <= value <= 1e24:
+        raise DrivetrainError(
+            f"a peak of {value} FLOP/s: it must be a positive number from 1 to 1e24, for example 312e12"
+        )
     return Peak(value, "supplied by the user")
 
 

@@ -33,6 +33,8 @@ END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "[SEP]")
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end of a document."""
+LARGEST_VOCABULARY = 16_777_216
+"""The most that ``model.vocab_size`` may be."""
 PIECE_CHARACTERS = 1 << 18
 
 
@@ -59,12 +61,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Fewer ids come out where the text has no more pairs to merge.
 
     Raises:
-        DataError: ``vocab_size`` has no room for the 256 bytes and the end of a document.
+        DataError: ``vocab_size`` has no room for the 256 bytes and the end of a document, or is beyond
+            ``model.vocab_size``.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
             f"a byte-level vocabulary of {vocab_size} cannot hold the 256 bytes and {END_OF_DOCUMENT}; "
             f"the smallest is {SMALLEST_VOCABULARY}"
+        )
+    if vocab_size > LARGEST_VOCABULARY:
+        # The library reserves room for all of them at once, and aborts the process where there is none.
+        raise DataError(
+            f"a vocabulary of {vocab_size:,} is larger than any model's; the largest is {LARGEST_VOCABULARY:,}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

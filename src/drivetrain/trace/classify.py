@@ -3,7 +3,8 @@
 Names decide first (``names/<version>/*.toml``), each distinct name once. Then the host side of a launch narrows what
 a name leaves open: a reduction launched by a layer norm is a norm, an addition inside ``Optimizer.step`` is the
 optimizer. Last, kernels no rule knows on a stream that otherwise carries communication only stay ``unclassified``.
-A trace without device work is classed by its host side: leaf operators, and the ranges of a CPU backend.
+A trace without device work is classed by its host side: the operators that do the work, and the ranges of a CPU
+backend.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ from drivetrain.trace.classes import (
 from drivetrain.trace.collective_kinds import kinds_by_context, kinds_by_name, kinds_from_arguments
 from drivetrain.trace.groups import labels_of_groups
 from drivetrain.trace.health import Finding
-from drivetrain.trace.host_context import HostPlaces, Ranges, host_places, leaf_operators, own_places
+from drivetrain.trace.host_context import HostPlaces, Ranges, host_places, own_places, working_operators
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.recompute import recomputed
 from drivetrain.trace.table import Category, EventTable, Trace
@@ -56,11 +57,13 @@ class Classification:
     parallel_group: NDArray[np.int32]
     """Index into ``GROUP_LABELS``; 0 (unknown) for what is no communication."""
     recompute: NDArray[np.bool_]
-    """Compute that repeats forward work in the backward pass; ``kind`` keeps what it does."""
+    """Compute that repeats forward work in the backward pass; ``kind`` keeps what it does. In a host view, every
+    operator that is part of the repetition, whether it does the work itself or calls others."""
     named: NDArray[np.bool_]
     """Whether a rule knows the event's own name; False where the default or the operator decided."""
     host_view: bool
-    """True: the trace has no device work, so the kinds are those of leaf operators and host ranges."""
+    """True: the trace has no device work, so the kinds are those of the operators that do the work
+    (:func:`drivetrain.trace.host_context.working_operators`) and of host ranges."""
     table_identity: str
     """Version and digest of the name tables."""
     health: tuple[Finding, ...]
@@ -105,14 +108,19 @@ def classify(
     host_view = len(device_rows) == 0
     draft = _host_draft(events, table) if host_view else _device_draft(trace, table, device_rows)
     rows = draft.places.rows
-    compute = np.isin(draft.kind, COMPUTE)
-    again = recomputed(events, draft.places, table) & compute
     count = len(events)
+    if host_view:
+        operators = np.flatnonzero(events.category == Category.CPU_OP)
+        repeated = _spread(count, operators, recomputed(events, own_places(events, operators), table))
+    else:
+        repeated = _spread(
+            count, rows, recomputed(events, draft.places, table) & np.isin(draft.kind, COMPUTE)
+        )
     return Classification(
         kind=_spread(count, rows, draft.kind),
         collective_kind=_spread(count, rows, draft.collective),
         parallel_group=_parallel_groups(trace, table, draft, layout),
-        recompute=_spread(count, rows, again),
+        recompute=repeated,
         named=_spread(count, rows, draft.named),
         host_view=host_view,
         table_identity=table.identity,
@@ -245,18 +253,16 @@ def _alone_among_communication(
 
 
 def _host_draft(events: EventTable, table: NameTable) -> _Draft:
-    leaves = leaf_operators(events)
+    classes, heavy, light, helper = _host_names(events, table)
+    operators = working_operators(events, light, heavy, helper)
     annotations = np.flatnonzero(events.category == Category.ANNOTATION)
-    rows = np.concatenate((leaves, annotations))
-    classes = np.zeros(len(events.names), np.uint8)
-    for index in np.unique(events.name[rows]):
-        classes[index] = CLASS_INDEX[table.label("host", events.names[index]) or "none"]
+    rows = np.concatenate((operators, annotations))
     kind = classes[events.name[rows]] if len(classes) else np.zeros(0, np.uint8)
     # A range is work only as a CPU backend's communication, or as a compiled graph (whose kernels may be unnamed).
-    of_annotation = np.arange(len(rows)) >= len(leaves)
     compiled = np.array(["CompiledFxGraph" in name for name in events.names], np.bool_)
-    is_graph = compiled[events.name[rows]] if len(compiled) else np.zeros(0, np.bool_)
-    kind[of_annotation & ~is_graph & (kind != COMMUNICATION)] = NONE
+    is_range = np.arange(len(rows)) >= len(operators)
+    is_graph = compiled[events.name[rows]] if len(compiled) else is_range
+    kind[is_range & ~is_graph & (kind != COMMUNICATION)] = NONE
     kept = kind != NONE
     rows, kind = rows[kept], kind[kept]
     places = own_places(events, rows)
@@ -265,6 +271,30 @@ def _host_draft(events: EventTable, table: NameTable) -> _Draft:
     carries = np.flatnonzero(kind == COMMUNICATION)
     collective[carries] = kinds_by_name(events, table, rows[carries])
     return _Draft(places, kind, collective, np.ones(len(rows), np.bool_))
+
+
+def _host_names(
+    events: EventTable, table: NameTable
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Over ``events.names``: class; heavy and light arithmetic; helpers (views, allocations, copies)."""
+    count = len(events.names)
+    classes = np.zeros(count, np.uint8)
+    specific, helper = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    on_host = (events.category == Category.CPU_OP) | (events.category == Category.ANNOTATION)
+    for index in np.unique(events.name[on_host]):
+        rule = table.find("host", events.names[index])
+        if rule is None:
+            continue
+        classes[index] = CLASS_INDEX[rule.label]
+        helper[index] = rule.library == "metadata" or rule.label == "compute.copy_cast"
+        specific[index] = rule.library not in ("metadata", "default") and rule.label.startswith("compute.")
+    is_heavy = specific & np.isin(classes, _HEAVY)
+    return classes, is_heavy, specific & ~is_heavy, helper
+
+
+_HEAVY = tuple(
+    CLASS_INDEX[f"compute.{name}"] for name in ("matmul", "attention", "norm", "loss", "optimizer")
+)
 
 
 # ---- groups and findings ----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ __all__ = [
     "HostPlaces",
     "Ranges",
     "host_places",
-    "leaf_operators",
     "names_matching",
     "own_places",
     "thread_keys",
@@ -130,18 +129,50 @@ class Ranges:
         return inside
 
 
-def leaf_operators(events: EventTable) -> NDArray[np.int64]:
-    """Rows of the operators that call no other operator on their thread.
+def working_operators(
+    events: EventTable, light: NDArray[np.bool_], heavy: NDArray[np.bool_], helper: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Rows of the operators that do the work themselves, none inside another.
 
-    The table is sorted by start, longest first, so an operator's first child is the next operator of its thread.
+    Those that call no operator at all, and those whose own arithmetic lies between helpers they call: ``aten::addmm``
+    copies its bias by ``aten::copy_`` and multiplies by itself.
+
+    Args:
+        events: the table.
+        light: mask over ``events.names``: arithmetic that may call helpers.
+        heavy: mask over ``events.names``: arithmetic that may call helpers and light operators.
+        helper: mask over ``events.names``: allocations, views and copies.
     """
     rows = np.flatnonzero(events.category == Category.CPU_OP)
-    if len(rows) == 0:
-        return rows
-    key = thread_keys(events)[rows]
-    order = np.argsort(key, kind="stable")
-    rows, key = rows[order], key[order]
-    start, end = events.start_ns[rows], events.end_ns[rows]
-    parent = np.zeros(len(rows), np.bool_)
-    parent[:-1] = (key[1:] == key[:-1]) & (start[1:] < end[:-1])
-    return np.sort(rows[~parent])
+    keys = thread_keys(events)[rows]
+    parts = [
+        mine[_working_of_thread(events, mine, light, heavy, helper)]
+        for mine in (rows[keys == key] for key in np.unique(keys))
+    ]
+    return np.sort(np.concatenate(parts)) if parts else rows
+
+
+def _working_of_thread(
+    events: EventTable,
+    rows: NDArray[np.int64],
+    light: NDArray[np.bool_],
+    heavy: NDArray[np.bool_],
+    helper: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """Mask over the operators of one thread, which are sorted by start, longest first: descendants follow."""
+    name, start = events.name[rows], events.start_ns[rows]
+    first = np.arange(1, len(rows) + 1)
+    last = np.maximum(np.searchsorted(start, events.end_ns[rows], side="left"), first)
+
+    def descendants(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """How many operators of a mask over names each operator calls, directly or not."""
+        before = np.concatenate(([0], np.cumsum(mask[name])))
+        return np.asarray(before[last] - before[first], np.int64)
+
+    working = last == first
+    working |= light[name] & (descendants(~helper) == 0)
+    working |= heavy[name] & (descendants(~(helper | light)) == 0)
+    steps = np.zeros(len(rows) + 1, np.int64)
+    np.add.at(steps, first[working], 1)
+    np.add.at(steps, last[working], -1)
+    return np.asarray(working & (np.cumsum(steps)[:-1] == 0))

@@ -49,7 +49,7 @@ PARALLEL_GROUPS: tuple[str, ...] = ("dp", "tp", "pp", "cp", "ep", "world", "unkn
 COMMUNICATION_PARTS: tuple[str, ...] = ("transfer", "wait", "unsplit")
 """Parts of a collective. Bytes that move take the time that another collective only waits in."""
 
-COPY_CLASSES: tuple[str, ...] = ("copy.h2d", "copy.d2h", "copy.d2d", "copy.offload", "copy.memset")
+COPY_CLASSES: tuple[str, ...] = ("copy.h2d", "copy.d2h", "copy.d2d", "copy.offload", "copy.memset", "copy.other")
 
 UNCLASSIFIED = "unclassified"
 """Device work of which nothing says whether it computes or communicates."""

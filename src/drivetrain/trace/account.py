@@ -1,0 +1,537 @@
+"""From traces to an account: what each class took, by rank, step and window.
+
+The arithmetic is one exact partition of time by priority (:func:`drivetrain.measure.intervals.partition`); windows
+are cut out of it afterwards. Traces are taken one at a time and let go, so that memory does not grow with their
+number: of each stay its sums and what :mod:`drivetrain.trace.ranks` compares.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drivetrain.config.model import ModelConfig
+from drivetrain.errors import DataError, DrivetrainError
+from drivetrain.measure.account import (
+    CLASSES,
+    COMMUNICATION_PARTS,
+    COMPUTE_CLASSES,
+    COPY_CLASSES,
+    PARALLEL_GROUPS,
+    UNCLASSIFIED,
+    Account,
+    RankAccount,
+    StepAccount,
+    View,
+    Window,
+)
+from drivetrain.measure.flops import model_flops
+from drivetrain.measure.intervals import (
+    EMPTY,
+    Intervals,
+    intersect,
+    partition,
+    total_within,
+    union,
+    union_of,
+)
+from drivetrain.measure.peaks import Peak
+from drivetrain.measure.waterfall import RankTime, Waterfall, WaterfallFlops, waterfall
+from drivetrain.trace.classify import CLASSES as KINDS
+from drivetrain.trace.classify import COLLECTIVE_KINDS, GROUP_LABELS, Classification, classify
+from drivetrain.trace.collectives import CommunicationRecords
+from drivetrain.trace.groups import process_groups
+from drivetrain.trace.health import Finding, withheld
+from drivetrain.trace.host import HostRecords, host_compute
+from drivetrain.trace.name_table import NameTable
+from drivetrain.trace.ranks import (
+    Comparison,
+    RankFacts,
+    absent_ranks,
+    check_one_job,
+    compare_ranks,
+    distinct_ranks,
+)
+from drivetrain.trace.steps import Steps, cpu_windows, device_windows, find_steps, launch_times, step_of
+from drivetrain.trace.table import EventTable, Trace
+
+__all__ = ["RankTimeline", "StepWindow", "account_of", "timeline_of"]
+
+StepWindow = Literal["device", "cpu"]
+"""``device``: a step's window is that of its device work. ``cpu``: its ``ProfilerStep`` range on the host."""
+
+_NOT_BUSY = ("data", "maintenance", "host", "bubble", "idle")
+"""Groups of classes that an untrustworthy ``idle_ns`` makes untrustworthy."""
+
+_WITHHOLDS: Mapping[str, tuple[str, ...]] = {
+    "busy_ns": _NOT_BUSY,
+    "idle_ns": _NOT_BUSY,
+    "compute_ns": ("compute", "recompute"),
+    "communication_ns": ("communication",),
+    "exposed_communication_ns": ("communication",),
+    "overlapped_communication_ns": (),
+    "copy_ns": ("copy",),
+    "exposed_copy_ns": ("copy",),
+}
+"""Withheld figure → groups of classes whose time is unexplained with it."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankTimeline:
+    """The split of one rank's time, as disjoint intervals: what a figure draws and what windows are cut out of."""
+
+    rank: int | None
+    view: View
+    parts: Mapping[str, Intervals]
+    """Class → when it took the time; of communication the part that nothing covers, under ``communication``. What
+    no class covers is idle."""
+    communication: Intervals
+    """All communication, covered or not."""
+    compute: Intervals
+    copies: Intervals
+    busy: Intervals
+    whole: tuple[int, int]
+    """Start and end of the window of the whole trace, ns."""
+    steps: Steps
+    explained: bool
+    """Whether there are records that would show a cause of idleness; else idle time is unexplained."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """One rank before the ranks are compared: sums over windows, whole trace first."""
+
+    facts: RankFacts
+    view: View
+    windows: NDArray[np.int64]
+    numbers: tuple[int, ...]
+    figures: Mapping[str, NDArray[np.int64]]
+    classes: Mapping[str, NDArray[np.int64]]
+    explained: bool
+    withheld: Mapping[str, str]
+    health: tuple[Finding, ...]
+    inferred: bool
+
+
+def account_of(
+    traces: Iterable[Trace],
+    *,
+    step_window: StepWindow = "device",
+    model: ModelConfig | None = None,
+    tokens_per_step: int | None = None,
+    peak: Peak | None = None,
+    achievable: Peak | None = None,
+    effective_share: float | None = None,
+    rules: NameTable | None = None,
+) -> Account:
+    """Account for the time of one job.
+
+    Args:
+        traces: one a rank, all of one job. Taken one by one: a generator that reads them keeps memory flat.
+        step_window: what a step's window is.
+        model: with `tokens_per_step`, gives model FLOPs; both or neither.
+        tokens_per_step: of all ranks together, padding included; in full sequences of ``model.seq_length``.
+        peak: of one device; needed for MFU points.
+        achievable: sustained matrix product of one device.
+        effective_share: tokens that carry loss over all tokens.
+        rules: name tables; the built-in ones where None.
+
+    Raises:
+        DataError: no trace, two of one rank, or traces of different jobs.
+        DrivetrainError: `model` without `tokens_per_step` or the reverse.
+    """
+    if (model is None) != (tokens_per_step is None):
+        raise DrivetrainError("model FLOPs need both the model and the tokens per step of all ranks together")
+    table = NameTable.load() if rules is None else rules
+    drafts = [_draft(trace, step_window, table) for trace in traces]
+    if not drafts:
+        raise DataError("no trace was given: name at least one profiler file")
+    check_one_job([draft.facts for draft in drafts])
+    ranks, unnamed = distinct_ranks([draft.facts for draft in drafts])
+    by_rank = dict(sorted(zip(ranks, drafts, strict=True), key=lambda item: item[0]))
+    comparison = compare_ranks({r: d.facts for r, d in by_rank.items()}) if len(by_rank) > 1 else None
+    accounts = tuple(_rank_account(rank, draft, comparison) for rank, draft in by_rank.items())
+    world_size = next((d.facts.world_size for d in drafts if d.facts.world_size is not None), None)
+    absent = absent_ranks(ranks, world_size)
+    drawn = _waterfall(accounts, world_size, model, tokens_per_step, peak, achievable, effective_share)
+    health = [*_rank_health(by_rank), *unnamed, *_absence(absent, world_size)]
+    health += [] if comparison is None else comparison.health
+    health += [Finding("waterfall", "error", text, 1) for text in (drawn.problems if drawn else ())]
+    return Account(
+        health=tuple(health),
+        ranks=accounts,
+        collectives=comparison.collectives if comparison else (),
+        clock_residual_ns=comparison.residual_ns if comparison else None,
+        waterfall=drawn,
+        stragglers=comparison.stragglers if comparison else (),
+        clock_offsets_ns=comparison.offsets_ns if comparison else {},
+        absent_ranks=absent,
+        world_size=world_size,
+    )
+
+
+def _rank_health(drafts: Mapping[int, _Draft]) -> list[Finding]:
+    """Findings of the traces; several ranks' say whose they are, the same one of all ranks is said once."""
+    everyone = [set(draft.health) for draft in drafts.values()]
+    common = set.intersection(*everyone) if everyone else set()
+    said = [finding for finding in next(iter(drafts.values())).health if finding in common]
+    for rank, draft in drafts.items():
+        own = [finding for finding in draft.health if finding not in common]
+        said += [replace(finding, message=f"rank {rank}: {finding.message}") for finding in own]
+    return said
+
+
+def _absence(absent: Sequence[int], world_size: int | None) -> list[Finding]:
+    if not absent:
+        return []
+    shown = ", ".join(map(str, absent[:20])) + (", …" if len(absent) > 20 else "")
+    message = f"{len(absent)} of {world_size} ranks are absent: {shown}; who waits for them cannot be told"
+    return [Finding("absent_ranks", "note", message, len(absent))]
+
+
+# ---- one rank ---------------------------------------------------------------------------------------------------
+
+
+def timeline_of(
+    trace: Trace, *, step_window: StepWindow = "device", rules: NameTable | None = None
+) -> RankTimeline:
+    """Split one trace's time by class, whole; see :class:`RankTimeline`."""
+    table = NameTable.load() if rules is None else rules
+    return _timeline(trace, classify(trace, table), step_window, table)
+
+
+def _timeline(
+    trace: Trace, classes: Classification, step_window: StepWindow, table: NameTable
+) -> RankTimeline:
+    events = trace.events
+    steps = find_steps(events, infer=step_window == "device")
+    host = HostRecords(events, classes)
+    on_device = events.is_device_work()
+    view: View = "device" if on_device.any() else "host"
+    if view == "device":
+        work = _device_sets(events, np.flatnonzero(on_device), classes)
+        whole = (int(events.start_ns[on_device].min()), int(events.end_ns[on_device].max()))
+    else:
+        work = {**host_compute(host, table), "communication": _communication(events, classes)}
+        work["copy.h2d"] = host.h2d()
+        whole = _host_window(events, host, steps)
+    copies = [*COPY_CLASSES, UNCLASSIFIED]
+    order = [*COMPUTE_CLASSES, "communication", *copies]
+    causes = host.causes()
+    sets = [work.get(name, EMPTY) for name in order] + list(causes.values())
+    parts = dict(zip([*order, *causes], partition(sets), strict=True))
+    return RankTimeline(
+        rank=trace.rank,
+        view=view,
+        parts={name: part for name, part in parts.items() if len(part)},
+        communication=work.get("communication", EMPTY),
+        compute=union_of([work.get(name, EMPTY) for name in COMPUTE_CLASSES]),
+        copies=union_of([work.get(name, EMPTY) for name in COPY_CLASSES]),
+        busy=union_of([work.get(name, EMPTY) for name in order]),
+        whole=whole,
+        steps=steps,
+        explained=host.complete,
+    )
+
+
+def _communication(events: EventTable, classes: Classification) -> Intervals:
+    mask = classes.is_communication()
+    return union(events.start_ns[mask], events.end_ns[mask])
+
+
+def _device_sets(events: EventTable, rows: NDArray[np.intp], classes: Classification) -> dict[str, Intervals]:
+    """Class → union of the device records of that class."""
+    kind, again = classes.kind[rows], classes.recompute[rows]
+    starts, ends = events.start_ns[rows], events.end_ns[rows]
+    sets: dict[str, list[Intervals]] = {"recompute": [union(starts[again], ends[again])]}
+    for index in np.unique(kind).tolist():
+        mine = (kind == index) & ~again
+        # A record of device work is never nothing: what no rule places computes something.
+        name = "compute.other" if KINDS[index] == "none" else KINDS[index]
+        sets.setdefault(name, []).append(union(starts[mine], ends[mine]))
+    return {name: union_of(parts) for name, parts in sets.items()}
+
+
+def _host_window(events: EventTable, host: HostRecords, steps: Steps) -> tuple[int, int]:
+    if steps.marks:
+        return steps.marks[0].start_ns, max(mark.end_ns for mark in steps.marks)
+    rows = host.is_host
+    if not rows.any():
+        return int(events.start_ns.min()), int(events.end_ns.max())
+    return int(events.start_ns[rows].min()), int(events.end_ns[rows].max())
+
+
+def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
+    if len(trace.events) == 0:
+        raise DataError(
+            f"{trace.path}: it holds no event with a duration, so there is no time to account for"
+        )
+    classes = classify(trace, table)
+    line = _timeline(trace, classes, step_window, table)
+    health = (*trace.health, *classes.health, *line.steps.health, *_view_health(trace, line))
+    reasons = withheld(health)
+    use_device = step_window == "device" and line.view == "device"
+    windows = device_windows(trace.events, line.steps) if use_device else cpu_windows(line.steps)
+    numbers = tuple(mark.number for mark in line.steps.marks)
+    if "steps" in reasons:
+        windows, numbers = windows[:0], ()
+    cut = np.concatenate((np.array([line.whole], np.int64), windows))
+    exposed = line.parts.get("communication", EMPTY)
+    parts = {name: part for name, part in line.parts.items() if name != "communication"}
+    figures = {
+        "busy": total_within(line.busy, cut),
+        "compute": total_within(line.compute, cut),
+        "communication": total_within(line.communication, cut),
+        "exposed_communication": total_within(exposed, cut),
+        "copy": total_within(line.copies, cut),
+    }
+    return _Draft(
+        facts=_facts(trace, classes, line, exposed),
+        view=line.view,
+        windows=cut,
+        numbers=numbers,
+        figures=figures,
+        classes={name: total_within(part, cut) for name, part in parts.items()},
+        explained=line.explained,
+        withheld=reasons,
+        health=health,
+        inferred=line.steps.origin != "profiler_step",
+    )
+
+
+def _view_health(trace: Trace, line: RankTimeline) -> tuple[Finding, ...]:
+    if line.view == "host":
+        known = {finding.id for finding in trace.health}
+        if "no_device_events" in known:
+            return ()
+        message = (
+            "no device records: the account is of operators on the host. On a GPU this means that the profiler could "
+            "not trace the device (CUPTI missing, or activities without it)"
+        )
+        return (Finding("host_view", "note", message, 1),)
+    found: list[Finding] = []
+    if not line.explained:
+        message = "no host records: nothing tells why the device was idle, so idle time is unexplained"
+        found.append(Finding("no_host_records", "note", message, 1))
+    devices = np.unique(trace.events.device[trace.events.is_device_work()])
+    if len(devices[devices >= 0]) > 1:
+        message = f"work of {len(devices)} devices in one trace: busy means that any of them was"
+        found.append(Finding("several_devices", "warning", message, len(devices)))
+    return tuple(found)
+
+
+def _facts(trace: Trace, classes: Classification, line: RankTimeline, exposed: Intervals) -> RankFacts:
+    info = trace.metadata.get("distributedInfo")
+    backend = info.get("backend") if isinstance(info, Mapping) else None
+    is_profiled = line.steps.origin == "profiler_step"
+    return RankFacts(
+        path=trace.path,
+        rank=trace.rank,
+        world_size=trace.world_size,
+        backend=backend if isinstance(backend, str) else None,
+        groups=frozenset(group.ranks for group in process_groups(trace.metadata) if group.ranks),
+        step_numbers=tuple(mark.number for mark in line.steps.marks) if is_profiled else (),
+        start_ns=line.whole[0],
+        end_ns=line.whole[1],
+        communication=_communication_records(trace, classes, line.steps),
+        exposed=exposed,
+        steps=len(line.steps.marks),
+    )
+
+
+def _communication_records(trace: Trace, classes: Classification, steps: Steps) -> CommunicationRecords:
+    events = trace.events
+    rows = np.flatnonzero(classes.is_communication())
+    numbers = np.full(len(rows), -1, np.int64)
+    if steps.origin == "profiler_step" and len(rows):
+        device = events.is_device_work()[rows]
+        launched = launch_times(events, rows)
+        times = np.where(device & (launched >= 0), launched, events.start_ns[rows])
+        marks = np.array([-1, *(mark.number for mark in steps.marks)], np.int64)
+        numbers = marks[step_of(steps.marks, times) + 1]
+    members = _members(trace)
+    return CommunicationRecords(
+        start_ns=events.start_ns[rows],
+        end_ns=events.end_ns[rows],
+        label=tuple(GROUP_LABELS[label] for label in classes.parallel_group[rows].tolist()),
+        members=tuple(members[group] for group in events.group[rows].tolist()),
+        kind=tuple(COLLECTIVE_KINDS[kind] for kind in classes.collective_kind[rows].tolist()),
+        bytes=events.bytes[rows],
+        step=numbers,
+    )
+
+
+def _members(trace: Trace) -> dict[int, frozenset[int] | None]:
+    """Index of a process group (-1: none named) → its ranks; empty: all there are; None: unknown."""
+    known = process_groups(trace.metadata)
+    by_name = {group.name: frozenset(group.ranks) for group in known if group.name}
+    distinct = {frozenset(group.ranks) for group in known}
+    nameless: frozenset[int] | None = frozenset() if not known else None
+    if len(distinct) == 1:
+        nameless = next(iter(distinct))
+    members: dict[int, frozenset[int] | None] = {-1: nameless}
+    for index, text in enumerate(trace.events.groups):
+        name, _, description = text.partition("|")
+        whole = description == "default_pg" or not known
+        members[index] = by_name.get(name) or (frozenset() if whole else None)
+    return members
+
+
+# ---- from sums to records ---------------------------------------------------------------------------------------
+
+
+def _rank_account(rank: int, draft: _Draft, comparison: Comparison | None) -> RankAccount:
+    classes = {**draft.classes, **_communication_classes(rank, draft, comparison)}
+    windows = [_window(draft, classes, i) for i in range(len(draft.windows))]
+    steps = tuple(
+        StepAccount(number, window, int(start), int(end), first=i == 0 and not draft.inferred)
+        for i, (number, window, (start, end)) in enumerate(
+            zip(draft.numbers, windows[1:], draft.windows[1:], strict=True)
+        )
+    )
+    return RankAccount(rank, draft.view, windows[0], steps, str(draft.facts.path))
+
+
+def _communication_classes(
+    rank: int, draft: _Draft, comparison: Comparison | None
+) -> dict[str, NDArray[np.int64]]:
+    """Split the exposed communication by group, and into wait and transfer where several ranks tell."""
+    records = draft.facts.communication
+    split = np.full(len(records), -1, np.int64) if comparison is None else comparison.splits[rank]
+    border = np.clip(split, records.start_ns, records.end_ns)
+    known = split >= 0
+    label = np.array(records.label, np.str_)
+    sets: dict[str, Intervals] = {}
+    for group in PARALLEL_GROUPS:
+        mine = label == group
+        both, neither = mine & known, mine & ~known
+        sets[f"communication.{group}.wait"] = union(records.start_ns[both], border[both])
+        sets[f"communication.{group}.transfer"] = union(border[both], records.end_ns[both])
+        sets[f"communication.{group}.unsplit"] = union(records.start_ns[neither], records.end_ns[neither])
+    names = [f"communication.{group}.{part}" for part in COMMUNICATION_PARTS for group in PARALLEL_GROUPS]
+    exposed = [intersect(part, draft.facts.exposed) for part in partition([sets[name] for name in names])]
+    return {name: total_within(part, draft.windows) for name, part in zip(names, exposed, strict=True)}
+
+
+def _window(draft: _Draft, classes: Mapping[str, NDArray[np.int64]], index: int) -> Window:
+    """Sums of one window as a record, without the figures that must be withheld."""
+    start, end = draft.windows[index].tolist()
+    length = end - start
+    taken = {name: int(sums[index]) for name, sums in classes.items() if sums[index]}
+    rest = length - sum(taken.values())
+    assert rest >= 0, "classes exceed the window"
+    unexplained = 0 if draft.explained else rest
+    if draft.explained and rest:
+        taken["idle"] = rest
+    hidden = {group for key in draft.withheld for group in _WITHHOLDS.get(key, ())}
+    for name in [name for name in taken if name.split(".")[0] in hidden]:
+        unexplained += taken.pop(name)
+    sums = {name: int(values[index]) for name, values in draft.figures.items()}
+    exposed = sums["exposed_communication"]
+    figures = {
+        "busy_ns": sums["busy"],
+        "idle_ns": length - sums["busy"],
+        "compute_ns": sums["compute"],
+        "communication_ns": sums["communication"],
+        "overlapped_communication_ns": sums["communication"] - exposed,
+        "exposed_communication_ns": exposed,
+        "copy_ns": sums["copy"],
+        "exposed_copy_ns": sum(int(classes[name][index]) for name in COPY_CLASSES if name in classes),
+    }
+    shown = {key: None if _is_withheld(key, draft.withheld) else value for key, value in figures.items()}
+    ordered = {name: taken[name] for name in CLASSES if name in taken}
+    return Window(window_ns=length, classes=ordered, unexplained_ns=unexplained, **shown)
+
+
+_IMPLIES: Mapping[str, tuple[str, ...]] = {
+    "busy_ns": ("idle_ns",),
+    "idle_ns": ("busy_ns",),
+    "overlapped_communication_ns": ("communication_ns",),
+    "exposed_communication_ns": ("communication_ns",),
+    "exposed_copy_ns": ("copy_ns",),
+}
+"""Figure → others that, being untrustworthy, take it with them."""
+
+
+def _is_withheld(key: str, reasons: Mapping[str, str]) -> bool:
+    return key in reasons or any(other in reasons for other in _IMPLIES.get(key, ()))
+
+
+# ---- waterfall --------------------------------------------------------------------------------------------------
+
+
+def _waterfall(
+    ranks: Sequence[RankAccount],
+    world_size: int | None,
+    model: ModelConfig | None,
+    tokens_per_step: int | None,
+    peak: Peak | None,
+    achievable: Peak | None,
+    effective_share: float | None,
+) -> Waterfall | None:
+    """The waterfall of the steady steps (of the whole traces where there are no steps); None of no time."""
+    steps = {rank.rank: rank.steady_steps for rank in ranks}
+    with_steps = all(steps.values())
+    times = [_rank_time(rank, with_steps) for rank in ranks]
+    if any(time.window_ns == 0 for time in times):
+        return None
+    label = _window_label(ranks, with_steps)
+    reason = _no_flops_reason(model, peak, with_steps, {len(found) for found in steps.values()})
+    if reason is not None or model is None or tokens_per_step is None or peak is None:
+        return waterfall(times, order=CLASSES, window=label, reason=reason or "")
+    squares = tokens_per_step * model.seq_length
+    count = model_flops(model, tokens=tokens_per_step, sum_squared_lengths=squares)
+    devices = world_size or len(ranks)
+    scale = len(next(iter(steps.values())))
+    flops = WaterfallFlops(
+        flops={
+            "compute.matmul": Fraction(scale * (count.matmul + count.logits), devices),
+            "compute.attention": Fraction(scale * count.attention, devices),
+        },
+        peak=peak,
+        achievable=achievable,
+        effective_share=effective_share,
+        token_rule=f"{tokens_per_step:,} tokens a step, padding included, over {devices} devices",
+    )
+    return waterfall(times, flops, order=CLASSES, window=label)
+
+
+def _no_flops_reason(
+    model: ModelConfig | None, peak: Peak | None, with_steps: bool, counts: set[int]
+) -> str | None:
+    if model is None:
+        return (
+            "model FLOPs are unknown (give --model and --tokens-per-step): classes in percent of time, no MFU"
+        )
+    if peak is None:
+        return "the peak of the device is unknown: classes in percent of time, no MFU"
+    if not with_steps:
+        return (
+            "no steps were found, so the FLOPs of the window are unknown: classes in percent of time, no MFU"
+        )
+    if len(counts) > 1:
+        return "ranks recorded different numbers of steps: classes in percent of time, no MFU"
+    return None
+
+
+def _rank_time(rank: RankAccount, with_steps: bool) -> RankTime:
+    windows = [step.window for step in rank.steady_steps] if with_steps else [rank.whole]
+    classes: dict[str, int] = {}
+    for window in windows:
+        for name, value in window.classes.items():
+            classes[name] = classes.get(name, 0) + value
+    length = sum(window.window_ns for window in windows)
+    return RankTime(rank.rank, length, classes, sum(window.unexplained_ns for window in windows))
+
+
+def _window_label(ranks: Sequence[RankAccount], with_steps: bool) -> str:
+    who = f"rank {ranks[0].rank}" if len(ranks) == 1 else f"mean of {len(ranks)} ranks"
+    if not with_steps:
+        return f"whole trace, {who}"
+    steps = ranks[0].steady_steps
+    which = f"step {steps[0].step}" if len(steps) == 1 else f"steps {steps[0].step} to {steps[-1].step}"
+    left_out = " (the first recorded step left out)" if len(steps) < len(ranks[0].steps) else ""
+    return f"{which}{left_out}, {who}"

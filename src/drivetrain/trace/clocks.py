@@ -1,0 +1,116 @@
+"""Bring the clocks of ranks onto one: all ranks of a blocking collective end it together.
+
+The difference of two ranks' ends, in the median over their common collectives, is the offset of their clocks; what
+is left of the differences is the residual, which is published. Ranks whose ends agree with no offset, or that share
+no collective, are not aligned: nothing between them is compared.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drivetrain.trace.collectives import CommunicationRecords, Match
+
+__all__ = ["Alignment", "align"]
+
+_NOISE_NS = 20_000
+"""Ends of one collective differ by microseconds on one clock: an offset below this is none."""
+_LEAST_TOLERANCE_NS = 2_000_000
+"""Residuals up to this are the scheduling of threads, not of clocks."""
+_LEAST_SHARED = 3
+"""Collectives needed to tell an offset: one or two fit any."""
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How the ranks' clocks differ."""
+
+    offsets_ns: Mapping[int, int]
+    """Rank → what to add to its times; ranks that could not be aligned are missing."""
+    residual_ns: int | None
+    """Median over the collectives used of last end minus first end, offsets applied; None: none was used."""
+    unaligned: Mapping[int, str]
+    """Rank → why its clock could not be brought onto the others'."""
+
+
+def align(records: Mapping[int, CommunicationRecords], matches: Sequence[Match]) -> Alignment:
+    """Offsets of all ranks against the lowest one.
+
+    Args:
+        records: rank → its communication, on its own clock.
+        matches: collectives found on several ranks.
+    """
+    usable = [match for match in matches if match.blocking]
+    ranks = sorted(records)
+    offsets = {ranks[0]: 0}
+    unaligned: dict[int, str] = {}
+    waiting = ranks[1:]
+    progress = True
+    while waiting and progress:
+        progress = False
+        for rank in list(waiting):
+            shared = [match for match in usable if rank in match.rows and set(match.rows) & set(offsets)]
+            if not shared:
+                continue
+            waiting.remove(rank)
+            progress = True
+            found, problem = _offset(rank, shared, records, offsets)
+            if problem is None:
+                offsets[rank] = found
+            else:
+                unaligned[rank] = problem
+    for rank in waiting:
+        unaligned[rank] = "it shares no collective with an aligned rank"
+    return Alignment(offsets, _residual(usable, records, offsets), unaligned)
+
+
+def _offset(
+    rank: int,
+    shared: Sequence[Match],
+    records: Mapping[int, CommunicationRecords],
+    offsets: Mapping[int, int],
+) -> tuple[int, str | None]:
+    """Offset of one rank, or why there is none."""
+    differences = np.empty(len(shared), np.int64)
+    durations = np.empty(len(shared), np.int64)
+    for i, match in enumerate(shared):
+        aligned = [other for other in match.rows if other in offsets]
+        ends = [int(records[other].end_ns[match.rows[other]]) + offsets[other] for other in aligned]
+        mine = match.rows[rank]
+        # Ranks that end late were scheduled late: the earliest end is the collective's.
+        differences[i] = min(ends) - int(records[rank].end_ns[mine])
+        durations[i] = max(
+            int(records[other].end_ns[row] - records[other].start_ns[row])
+            for other, row in match.rows.items()
+        )
+    offset = int(np.median(differences))
+    spread = int(np.median(np.abs(differences - offset)))
+    tolerance = max(_LEAST_TOLERANCE_NS, int(np.median(durations)))
+    if abs(offset) <= max(_NOISE_NS, 3 * spread) and spread <= tolerance:
+        return 0, None
+    if len(shared) < _LEAST_SHARED:
+        return 0, (
+            f"its {len(shared)} shared collectives end {abs(offset) / 1e6:.3f} ms apart, too few to tell an offset "
+            f"(at least {_LEAST_SHARED})"
+        )
+    if spread > tolerance:
+        return 0, (
+            f"after the best offset its collectives still end {spread / 1e6:.3f} ms apart in the median, more than "
+            f"the {tolerance / 1e6:.3f} ms they last: they are not the same collectives, or its clock drifts"
+        )
+    return offset, None
+
+
+def _residual(
+    matches: Sequence[Match], records: Mapping[int, CommunicationRecords], offsets: Mapping[int, int]
+) -> int | None:
+    skews: list[int] = []
+    for match in matches:
+        if set(match.rows) <= set(offsets):
+            ends: NDArray[np.int64] = np.array(
+                [int(records[rank].end_ns[row]) + offsets[rank] for rank, row in match.rows.items()], np.int64
+            )
+            skews.append(int(ends.max() - ends.min()))
+    return int(np.median(skews)) if skews else None

@@ -1,0 +1,284 @@
+"""What the host was doing: the compute of a run without a device, and why a device had nothing to do.
+
+Two uses of the same records. In the *host view* (no device records) operators are the compute. In the *device view*
+they only explain why the device was idle. Causes come from ranges whose names the table below knows: those of our
+own loop (``drivetrain/fetch``) and those that trainers and libraries record by themselves.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drivetrain.measure.intervals import Intervals, union, union_of
+from drivetrain.trace.classify import CLASSES, Classification
+from drivetrain.trace.host_context import thread_keys
+from drivetrain.trace.name_table import NameTable
+from drivetrain.trace.table import Category, EventTable
+
+__all__ = ["CAUSE_NAMES", "HostRecords", "host_compute"]
+
+CAUSE_NAMES: tuple[tuple[str, str], ...] = (
+    (
+        "data.loader",
+        r"drivetrain/fetch$|enumerate\(|.*DataLoader.*__next__|.*(train|val)_dataloader_next|.*wait_for_batch"
+        r"|.*\b(dataloading|data_loading|load_batch|get_batch|next_batch|batch-generator|fetch_batch)\b",
+    ),
+    (
+        "maintenance.checkpoint",
+        r"drivetrain/checkpoint$|.*\b_?(save_checkpoint|checkpoint_save|dcp_save|save_model)\b",
+    ),
+    (
+        "maintenance.evaluation",
+        r"drivetrain/evaluation$|.*\b(evaluation_loop|validation_step|evaluate_model)\b",
+    ),
+    (
+        "maintenance.profiler",
+        r"drivetrain/profiler$|Activity Buffer Request|Buffer Flush|Instrumentation$|Resource$",
+    ),
+    ("maintenance.compile", r".*\(dynamo_timed\)$|.*\bcompile_fx\b|drivetrain/compile$"),
+    (
+        "host.sync",
+        r"drivetrain/sync$|(cuda|hip|musa|cu)\w*Synchronize(_\w+)?$|aten::(item|_local_scalar_dense)$"
+        r"|acl\w*Synchronize\w*$",
+    ),
+    ("host.gc", r"drivetrain/gc$|gc\.collect$|.*built-in function collect>|python gc\b"),
+)
+"""Class of the account → names of host records (matched at their start) that are its cause; the first wins."""
+
+_OPTIMIZER = r"Optimizer\.step#|drivetrain/optimizer$"
+_H2D_SPAN = re.compile(r"drivetrain/h2d$")
+_COMPILED = re.compile(r".*Call CompiledFxGraph|CompiledFxGraph")
+_NOT_COMPUTE = re.compile(
+    r"(c10d|_c10d_functional|c10d_functional|c10d_functional_\w+)::|record_param_comms|(gloo|nccl|mpi|ucc|hccl):"
+    r"|autograd::engine::evaluate_function|profiler::|ProfilerStep|Optimizer\.|enumerate\(|drivetrain/"
+)
+"""Operators that hand on work, wait for it, or are ranges of a trainer recorded as operators."""
+_BOOKKEEPING = re.compile(
+    r"(aten::(empty\w*|new_empty\w*|view\w*|_unsafe_view|_reshape_alias|as_strided_?|expand\w*|transpose_?|t_?|permute"
+    r"|unsqueeze_?|squeeze_?|select|slice|split|split_with_sizes|chunk|unbind|detach_?|alias|resize_?|set_|flatten"
+    r"|unflatten|narrow|resolve_\w+|result_type|lift_fresh|unfold|diagonal|real|is_same_size|broadcast_\w+)|detach_?)$"
+)
+"""Operators that only make another view, or memory: one that calls nothing else does its own work."""
+_OWN_WORK = re.compile(
+    r"(aten|prims|mkldnn|mkl|onednn|quantized|fbgemm|fsdp|vision|torchao|flash_attn|xformers)::"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class HostRecords:
+    """Host records of one trace, sorted out by what they tell.
+
+    All intervals are in absolute ns, of the threads that run the training code (`main_threads`) only: a loader's
+    own threads may well be busy while training waits for none of them.
+    """
+
+    events: EventTable
+    classification: Classification
+
+    @cached_property
+    def thread_keys(self) -> NDArray[np.int64]:
+        """One number for each (process, thread), shape (n,)."""
+        return thread_keys(self.events)
+
+    @cached_property
+    def is_host(self) -> NDArray[np.bool_]:
+        """Rows of operators, runtime calls, ranges and Python functions."""
+        wanted = (Category.CPU_OP, Category.RUNTIME, Category.ANNOTATION, Category.PYTHON)
+        return np.isin(self.events.category, [int(category) for category in wanted])
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are records of the host at all that could tell a cause."""
+        categories = self.events.category
+        return bool(((categories == Category.CPU_OP) | (categories == Category.RUNTIME)).any())
+
+    @cached_property
+    def main_threads(self) -> NDArray[np.bool_]:
+        """Mask of host rows on threads that run the training code.
+
+        Those that record steps, optimizer updates, our loop's phases or backward nodes, or launch device work.
+        Where none does: every thread that runs operators but carries out no collective.
+        """
+        events, keys = self.events, self.thread_keys
+        signs = self.named(
+            r"ProfilerStep|Optimizer\.step#|drivetrain/|autograd::engine::evaluate_function|enumerate\("
+        )
+        marked = (signs[events.name] & self.is_host) | (
+            (events.category == np.uint8(Category.RUNTIME)) & (events.correlation > 0)
+        )
+        threads = np.unique(keys[marked])
+        if len(threads) == 0:
+            communicates = np.unique(keys[self.named(r"gloo:")[events.name] & self.is_host])
+            operators = np.unique(keys[events.category == np.uint8(Category.CPU_OP)])
+            threads = np.setdiff1d(operators, communicates)
+        return np.isin(keys, threads) & self.is_host
+
+    def named(self, pattern: str) -> NDArray[np.bool_]:
+        """Mask over names that match at their start."""
+        compiled = re.compile(pattern)
+        return np.array([compiled.match(name) is not None for name in self.events.names], np.bool_)
+
+    def cover(self, mask: NDArray[np.bool_]) -> Intervals:
+        """Union of the records of a mask over rows."""
+        return union(self.events.start_ns[mask], self.events.end_ns[mask])
+
+    @cached_property
+    def cause_of_name(self) -> NDArray[np.int8]:
+        """Position in `CAUSE_NAMES` of each name, -1: none. Shape (len(names),)."""
+        patterns = [re.compile(pattern) for _, pattern in CAUSE_NAMES]
+
+        def cause(name: str) -> int:
+            return next((i for i, pattern in enumerate(patterns) if pattern.match(name)), -1)
+
+        return np.array([cause(name) for name in self.events.names], np.int8)
+
+    @cached_property
+    def _cause_rows(self) -> NDArray[np.int8]:
+        """Position in `CAUSE_NAMES` of each row, -1: none. Overhead of the profiler counts on any thread."""
+        rows = np.where(self.main_threads, self.cause_of_name[self.events.name], np.int8(-1))
+        profiler = [name for name, _ in CAUSE_NAMES].index("maintenance.profiler")
+        overhead = self.events.category == np.uint8(Category.OVERHEAD)
+        is_profiler = overhead & (self.cause_of_name[self.events.name] == profiler)
+        return np.where(is_profiler, np.int8(profiler), rows)
+
+    def causes(self) -> Mapping[str, Intervals]:
+        """Class of the account → when its cause held, in the order in which they take time.
+
+        ``host.launch``: an operator or a call into the runtime was running, that is, work was on its way.
+        ``host.python``: neither, but a named part of the training code (or a Python function) was running. Steps
+        themselves are no cause: in a step outside any other record the device is ``idle``.
+        """
+        if not self.is_host.any():
+            return {}
+        events, rows = self.events, self._cause_rows
+        found = {name: self.cover(rows == i) for i, (name, _) in enumerate(CAUSE_NAMES)}
+        category = events.category
+        busy = (category == np.uint8(Category.CPU_OP)) | (category == np.uint8(Category.RUNTIME))
+        found["host.launch"] = self.cover(
+            self.main_threads & busy & ~self.named(r"ProfilerStep")[events.name]
+        )
+        ranges = (category == np.uint8(Category.ANNOTATION)) | (category == np.uint8(Category.PYTHON))
+        not_code = self.named(r"ProfilerStep|gloo:|nccl:")[events.name]
+        found["host.python"] = self.cover(self.main_threads & ranges & ~not_code)
+        return found
+
+    def h2d(self) -> Intervals:
+        """Our loop's ranges around the copy of a batch to where the model is."""
+        mask = self.named(_H2D_SPAN.pattern)[self.events.name] & self.main_threads
+        return self.cover(mask)
+
+    def set_apart(self) -> Intervals:
+        """Loading and maintenance on the main threads: operators inside are theirs, not the model's."""
+        apart = [
+            i for i, (name, _) in enumerate(CAUSE_NAMES) if name.split(".")[0] in ("data", "maintenance")
+        ]
+        return self.cover(np.isin(self._cause_rows, apart) & self.main_threads)
+
+
+def host_compute(records: HostRecords, table: NameTable) -> dict[str, Intervals]:
+    """Compute of the host view: class of the account → when its operators ran.
+
+    Counted are *leaf operators* on the main threads: those that call no operator but bookkeeping (views,
+    allocations), and those of a tensor library whose own time, without the operators they call, is most of theirs
+    (``aten::addmm`` copies its bias by ``aten::copy_`` and multiplies by itself). Operators that hand over or wait
+    for a collective are none. Of a compiled graph's call the rest is ``compute.other``. Operators inside loading
+    or maintenance belong to those.
+
+    Args:
+        records: the trace's host records.
+        table: name tables, for operators that do their own work although they call others.
+    """
+    events = records.events
+    rows = np.flatnonzero((events.category == np.uint8(Category.CPU_OP)) & records.main_threads)
+    rows = rows[~_inside(events.start_ns[rows], records.set_apart())]
+    leaf = rows[_leaf_operators(records, rows)]
+    label = _labels(records, table, leaf)
+    recompute = records.classification.recompute[leaf]
+    sets: dict[str, list[Intervals]] = {}
+    for kind in np.unique(label).tolist():
+        mine = leaf[(label == kind) & ~recompute]
+        sets.setdefault(CLASSES[kind], []).append(union(events.start_ns[mine], events.end_ns[mine]))
+    again = leaf[recompute]
+    sets["recompute"] = [union(events.start_ns[again], events.end_ns[again])]
+    compiled = records.named(_COMPILED.pattern)[events.name] & records.main_threads
+    sets.setdefault("compute.other", []).append(records.cover(compiled))
+    return {name: union_of(parts) for name, parts in sets.items()}
+
+
+def _labels(records: HostRecords, table: NameTable, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
+    """Class of each operator, as an index into `CLASSES`, always one of ``compute.*``.
+
+    The classification classes operators that call none at all. The others go by their names, or belong to the
+    optimizer where they run inside its update.
+    """
+    events = records.events
+    other, optimizer = CLASSES.index("compute.other"), CLASSES.index("compute.optimizer")
+    by_name = np.full(len(events.names), other, np.uint8)
+    for index in np.unique(events.name[rows]).tolist():
+        found = table.label("host", events.names[index]) or ""
+        if found.startswith("compute."):
+            by_name[index] = CLASSES.index(found)
+    updates = records.cover(records.named(_OPTIMIZER)[events.name] & records.main_threads)
+    guessed = np.where(
+        _inside(events.start_ns[rows], updates), np.uint8(optimizer), by_name[events.name[rows]]
+    )
+    kind = records.classification.kind[rows]
+    is_compute = np.array([name.startswith("compute.") for name in CLASSES], np.bool_)[kind]
+    return np.where(is_compute, kind, guessed).astype(np.uint8)
+
+
+def _inside(times: NDArray[np.int64], intervals: Intervals) -> NDArray[np.bool_]:
+    """Which times lie in the interval set."""
+    if len(intervals) == 0:
+        return np.zeros(len(times), np.bool_)
+    place = np.searchsorted(intervals[:, 0], times, side="right") - 1
+    return np.asarray((place >= 0) & (times < intervals[np.maximum(place, 0), 1]))
+
+
+def _leaf_operators(records: HostRecords, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Mask over `rows`: the operators that do the work themselves."""
+    events = records.events
+    leaf = np.zeros(len(rows), np.bool_)
+    if len(rows) == 0:
+        return leaf
+    names = events.names
+    excluded = np.array([_NOT_COMPUTE.match(name) is not None for name in names], np.bool_)
+    excluded |= records.cause_of_name == 0
+    trivial = np.array([_BOOKKEEPING.match(name) is not None for name in names], np.bool_)
+    own_work = np.array([_OWN_WORK.match(name) is not None for name in names], np.bool_)
+    keys = records.thread_keys[rows]
+    for key in np.unique(keys):
+        mine = np.flatnonzero(keys == key)
+        name = events.name[rows[mine]]
+        parents = _parents(events.start_ns[rows[mine]], events.end_ns[rows[mine]])
+        duration = events.duration_ns[rows[mine]]
+        has = parents >= 0
+        children_ns = np.bincount(parents[has], weights=duration[has], minlength=len(mine))
+        calls_work = np.zeros(len(mine), np.bool_)
+        # Work below bookkeeping (a reshape that clones) is work of the caller's callee all the same.
+        calls_work[parents[has & ~trivial[name]]] = True
+        by_itself = own_work[name] & (2 * (duration - children_ns) >= duration)
+        leaf[mine] = (~calls_work | by_itself) & ~excluded[name]
+    return leaf
+
+
+def _parents(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Position of the innermost operator around each operator of one thread, -1: none.
+
+    Args:
+        starts: shape (n,), sorted; of equal starts the longest comes first.
+        ends: shape (n,).
+    """
+    parents = np.full(len(starts), -1, np.int64)
+    stack: list[tuple[int, int]] = []
+    for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        while stack and stack[-1][1] <= start:
+            stack.pop()
+        if stack:
+            parents[i] = stack[-1][0]
+        stack.append((i, end))
+    return parents

@@ -136,7 +136,8 @@ class ColumnBuilder:
 
     def __init__(self, found: Counter[str]) -> None:
         self.found = found
-        self.phases: Counter[Text] = Counter()
+        self.process_names: set[str] = set()
+        """Names the file gives its processes."""
         self._parts: dict[str, list[NDArray[Any]]] = {column: [] for column in COLUMN_DTYPES}
         self._documents: list[tuple[int, int]] = []
         self._names, self._processes, self._threads = _Ids(), _Ids(), _Ids()
@@ -157,14 +158,18 @@ class ColumnBuilder:
             document: number of the document they are from; each has its own base time.
         """
         phases = [record.ph for record in records]
-        kinds = Counter(phases)
-        self.phases.update(kinds)
         rows = [row for row, phase in enumerate(phases) if phase == "X"]
         kept = [records[row] for row in rows]
         times = nanoseconds([record.ts for record in kept])
         durations = nanoseconds([record.dur for record in kept])
         self._append(kept, np.array(rows, dtype=np.int64) + first, times, durations, document)
-        if "B" in kinds or "E" in kinds:
+        if "M" in phases:
+            self.process_names.update(
+                str(record.args.name)
+                for record in records
+                if record.ph == "M" and record.name == "process_name" and record.args is not None
+            )
+        if not {"B", "E"}.isdisjoint(phases):
             self._add_pairs(records, first, document)
 
     def _add_pairs(self, records: Sequence[Record], first: int, document: int) -> None:

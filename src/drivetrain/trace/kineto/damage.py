@@ -139,10 +139,9 @@ def observe(table: EventTable, found: Counter[str]) -> None:
     if shared:
         found["graph_replay"] += shared
     launches = _named(table, _KERNEL_LAUNCH, Category.RUNTIME)
-    if not work.any():
-        if len(launches):
-            found["no_device_events"] += len(launches)
-    else:
+    if len(launches) and not (table.category == Category.KERNEL).any():
+        found["no_kernels" if work.any() else "no_device_events"] += len(launches)
+    if work.any():
         _observe_graphs(table, launched, found)
     steps = _named(table, re.compile(f"^{_STEP}"), Category.ANNOTATION)
     if not len(steps):

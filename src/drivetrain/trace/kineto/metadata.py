@@ -42,12 +42,14 @@ def metadata_of(document: Document, found: Counter[str]) -> dict[str, Any]:
 
 
 def _members(text: bytes, found: Counter[str]) -> dict[str, Any]:
-    for candidate in (text, repaired(text, Counter())):
+    repairs: Counter[str] = Counter()
+    for candidate, applied in ((text, None), (repaired(text, repairs), repairs)):
         try:
             members = msgspec.json.decode(candidate)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         if isinstance(members, dict):
+            found.update(applied)
             return members
     found["damaged_metadata"] += 1
     return _important_members(text)

@@ -19,9 +19,10 @@ INVALID: Final = np.iinfo(np.int64).min
 """Stands for a number that is missing, not finite, or beyond int64."""
 
 _LIMIT: Final = np.iinfo(np.int64).max
-_SAFE_DIGITS: Final = 15
-"""Digits of whole microseconds whose nanoseconds fit int64 whatever they are."""
-_NANOSECONDS: Final = 1000
+_SAFE_DIGITS: Final = 18
+"""Digits of a number that fits int64 whatever they are."""
+_SCALES: Final = np.array([1000, 100, 10, 1], dtype=np.int64)
+"""What makes nanoseconds of the digits of microseconds with 0, 1, 2 or 3 decimals."""
 _INTEGER: Final = re.compile(r"\s*[+-]?\d{1,20}\s*")
 _PLAIN: Final = b"0123456789.,"
 
@@ -32,7 +33,7 @@ def _one_time(text: bytes) -> int:
         value = Decimal(text.strip().strip(b'"').decode())
     except (InvalidOperation, UnicodeDecodeError):
         return INVALID
-    if not value.is_finite() or value.adjusted() > _SAFE_DIGITS + 1:
+    if not value.is_finite() or value.adjusted() > _SAFE_DIGITS:
         return INVALID
     nanoseconds = int(value.scaleb(3))
     return nanoseconds if abs(nanoseconds) <= _LIMIT else INVALID
@@ -55,30 +56,24 @@ def _plain_decimals(joined: bytes, count: int) -> NDArray[np.int64] | None:
     """The same for ``digits[.digits]`` separated by commas, all at once; None: some are of another form."""
     characters = np.frombuffer(joined, dtype=np.uint8)
     ends = np.append(np.flatnonzero(characters == ord(",")), len(characters))
-    starts = np.append(0, ends[:-1] + 1)
+    lengths = np.diff(ends, prepend=-1) - 1
     points = np.flatnonzero(characters == ord("."))
-    lengths = ends - starts
-    decimals = np.zeros(count, dtype=np.int64)
-    if len(points):
-        owner = np.searchsorted(ends, points)
-        decimals[owner] = ends[owner] - points - 1
-        if len(np.unique(owner)) != len(points):
-            return None
+    owners = np.searchsorted(ends, points)
+    if len(points) and bool((np.diff(owners) == 0).any()):
+        return None
     has_point = np.zeros(count, dtype=bool)
-    has_point[np.searchsorted(ends, points)] = True
+    has_point[owners] = True
+    decimals = np.zeros(count, dtype=np.int64)
+    decimals[owners] = ends[owners] - points - 1
     whole = lengths - decimals - has_point
-    if (
-        whole.min() < 1
-        or whole.max() > _SAFE_DIGITS
-        or (has_point & (decimals == 0)).any()
-        or decimals.max() > 3
-    ):
+    if whole.min() < 1 or decimals.max() > 3 or (whole + decimals).max() > _SAFE_DIGITS:
         return None
     digits = np.fromstring(joined.replace(b".", b"").decode(), dtype=np.int64, sep=",")
     assert len(digits) == count
-    if not len(points):
-        return digits * _NANOSECONDS
-    return digits * np.array([1000, 100, 10, 1], dtype=np.int64)[decimals]
+    scale = _SCALES[decimals]
+    if bool((digits > _LIMIT // scale).any()):
+        return None
+    return digits * scale
 
 
 def _one_integer(value: object) -> int:

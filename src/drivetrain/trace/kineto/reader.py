@@ -25,6 +25,7 @@ from drivetrain.trace.table import COLUMN_DTYPES, TEXT_TABLES, EventTable, Trace
 __all__ = ["KinetoReader"]
 
 _PIECE_COLUMNS: Final = ("first", "offset", "length")
+_ASCEND: Final = "Ascend Hardware"
 _JOB_FINDING: Final = "missing_distributed_info"
 
 
@@ -126,6 +127,11 @@ def _refuse_nothing(path: Path, stream: EventStream, builder: ColumnBuilder, sou
         raise DataError(
             f'{path}: not a trace: JSON without "traceEvents"{broken}; known formats: '
             f"{KinetoReader.format} ({KinetoReader.description})"
+        )
+    if _ASCEND in builder.process_names:
+        raise DataError(
+            f"{path}: a profile of an Ascend device (it has a process {_ASCEND!r}), which is not read yet; known "
+            f"formats: {KinetoReader.format} ({KinetoReader.description})"
         )
     if stream.records == 0:
         raise DataError(f"{path}: empty: its list of events has none that can be read{broken}")

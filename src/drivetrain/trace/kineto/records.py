@@ -26,6 +26,8 @@ class Arguments(msgspec.Struct, gc=False):
     group_description: Text = msgspec.field(default=None, name="Process Group Description")
     elements: Text = msgspec.field(default=-1, name="In msg nelems")
     dtype: Text = None
+    name: Text = None
+    """Of ``process_name`` metadata records."""
     input_dims: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input Dims")
     input_type: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input type")
 

@@ -46,7 +46,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "lost_record": Rule("warning", "{count} damaged records could not be read"),
     "bad_escape": Rule("note", "backslashes that escape nothing in {count} records were taken literally"),
     "control_character": Rule("note", "control characters in {count} records were read as spaces"),
-    "not_a_number": Rule("note", "nan, inf or N/A in {count} records was read as no value"),
+    "not_a_number": Rule("note", "nan, inf or N/A in {count} places was read as no value"),
     "invalid_utf8": Rule("note", "{count} passages are not UTF-8; what cannot be decoded was replaced"),
     # Records.
     "integer_overflow": Rule("note", "{count} identifiers beyond 64 bits were left out"),
@@ -77,6 +77,12 @@ RULES: Final[Mapping[str, Rule]] = {
     "no_device_events": Rule(
         "warning",
         "there are {count} launches but no device records (CUPTI or roctracer missing?): host view only",
+    ),
+    "no_kernels": Rule(
+        "error",
+        "there are {count} kernel launches but no kernel, only copies: the device's times are worth nothing (CUPTI "
+        "missing, or its records lost?)",
+        ("busy_ns", "idle_ns", "compute_ns", "communication_ns", "exposed_communication_ns", "classes"),
     ),
     # The job.
     "missing_distributed_info": Rule("note", "the file does not say its rank{detail}"),

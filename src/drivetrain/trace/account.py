@@ -1,14 +1,13 @@
 """From traces to an account: what each class took, by rank, step and window.
 
-The arithmetic is one exact partition of time by priority (:func:`drivetrain.measure.intervals.partition`); windows
-are cut out of it afterwards. Traces are taken one at a time and let go, so that memory does not grow with their
-number: of each stay its sums and what :mod:`drivetrain.trace.ranks` compares.
+Time is split by class once (:mod:`drivetrain.trace.timeline`) and windows are cut out of that. Traces are taken one
+at a time and let go, so that memory does not grow with their number: of each stay its sums and what
+:mod:`drivetrain.trace.ranks` compares.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +17,8 @@ from drivetrain.errors import DataError, DrivetrainError
 from drivetrain.measure.account import (
     CLASSES,
     COMMUNICATION_PARTS,
-    COMPUTE_CLASSES,
     COPY_CLASSES,
     PARALLEL_GROUPS,
-    UNCLASSIFIED,
     Account,
     RankAccount,
     StepAccount,
@@ -36,16 +33,13 @@ from drivetrain.measure.intervals import (
     partition,
     total_within,
     union,
-    union_of,
 )
 from drivetrain.measure.peaks import Peak
 from drivetrain.measure.waterfall import RankTime, Waterfall, WaterfallFlops, waterfall
-from drivetrain.trace.classify import CLASSES as KINDS
 from drivetrain.trace.classify import COLLECTIVE_KINDS, GROUP_LABELS, Classification, classify
 from drivetrain.trace.collectives import CommunicationRecords
 from drivetrain.trace.groups import process_groups
 from drivetrain.trace.health import Finding, withheld
-from drivetrain.trace.host import HostRecords, host_compute
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.ranks import (
     Comparison,
@@ -55,13 +49,11 @@ from drivetrain.trace.ranks import (
     compare_ranks,
     distinct_ranks,
 )
-from drivetrain.trace.steps import Steps, cpu_windows, device_windows, find_steps, launch_times, step_of
-from drivetrain.trace.table import EventTable, Trace
+from drivetrain.trace.steps import Steps, cpu_windows, device_windows, launch_times, step_of
+from drivetrain.trace.table import Trace
+from drivetrain.trace.timeline import RankTimeline, StepWindow, timeline_of
 
 __all__ = ["RankTimeline", "StepWindow", "account_of", "timeline_of"]
-
-StepWindow = Literal["device", "cpu"]
-"""``device``: a step's window is that of its device work. ``cpu``: its ``ProfilerStep`` range on the host."""
 
 _NOT_BUSY = ("data", "maintenance", "host", "bubble", "idle")
 """Groups of classes that an untrustworthy ``idle_ns`` makes untrustworthy."""
@@ -77,27 +69,6 @@ _WITHHOLDS: Mapping[str, tuple[str, ...]] = {
     "exposed_copy_ns": ("copy",),
 }
 """Withheld figure → groups of classes whose time is unexplained with it."""
-
-
-@dataclass(frozen=True, eq=False)
-class RankTimeline:
-    """The split of one rank's time, as disjoint intervals: what a figure draws and what windows are cut out of."""
-
-    rank: int | None
-    view: View
-    parts: Mapping[str, Intervals]
-    """Class → when it took the time; of communication the part that nothing covers, under ``communication``. What
-    no class covers is idle."""
-    communication: Intervals
-    """All communication, covered or not."""
-    compute: Intervals
-    copies: Intervals
-    busy: Intervals
-    whole: tuple[int, int]
-    """Start and end of the window of the whole trace, ns."""
-    steps: Steps
-    explained: bool
-    """Whether there are records that would show a cause of idleness; else idle time is unexplained."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,82 +166,13 @@ def _absence(absent: Sequence[int], world_size: int | None) -> list[Finding]:
 # ---- one rank ---------------------------------------------------------------------------------------------------
 
 
-def timeline_of(
-    trace: Trace, *, step_window: StepWindow = "device", rules: NameTable | None = None
-) -> RankTimeline:
-    """Split one trace's time by class, whole; see :class:`RankTimeline`."""
-    table = NameTable.load() if rules is None else rules
-    return _timeline(trace, classify(trace, table), step_window, table)
-
-
-def _timeline(
-    trace: Trace, classes: Classification, step_window: StepWindow, table: NameTable
-) -> RankTimeline:
-    events = trace.events
-    steps = find_steps(events, infer=step_window == "device")
-    host = HostRecords(events, classes)
-    on_device = events.is_device_work()
-    view: View = "device" if on_device.any() else "host"
-    if view == "device":
-        work = _device_sets(events, np.flatnonzero(on_device), classes)
-        whole = (int(events.start_ns[on_device].min()), int(events.end_ns[on_device].max()))
-    else:
-        work = {**host_compute(host, table), "communication": _communication(events, classes)}
-        work["copy.h2d"] = host.h2d()
-        whole = _host_window(events, host, steps)
-    copies = [*COPY_CLASSES, UNCLASSIFIED]
-    order = [*COMPUTE_CLASSES, "communication", *copies]
-    causes = host.causes()
-    sets = [work.get(name, EMPTY) for name in order] + list(causes.values())
-    parts = dict(zip([*order, *causes], partition(sets), strict=True))
-    return RankTimeline(
-        rank=trace.rank,
-        view=view,
-        parts={name: part for name, part in parts.items() if len(part)},
-        communication=work.get("communication", EMPTY),
-        compute=union_of([work.get(name, EMPTY) for name in COMPUTE_CLASSES]),
-        copies=union_of([work.get(name, EMPTY) for name in COPY_CLASSES]),
-        busy=union_of([work.get(name, EMPTY) for name in order]),
-        whole=whole,
-        steps=steps,
-        explained=host.complete,
-    )
-
-
-def _communication(events: EventTable, classes: Classification) -> Intervals:
-    mask = classes.is_communication()
-    return union(events.start_ns[mask], events.end_ns[mask])
-
-
-def _device_sets(events: EventTable, rows: NDArray[np.intp], classes: Classification) -> dict[str, Intervals]:
-    """Class → union of the device records of that class."""
-    kind, again = classes.kind[rows], classes.recompute[rows]
-    starts, ends = events.start_ns[rows], events.end_ns[rows]
-    sets: dict[str, list[Intervals]] = {"recompute": [union(starts[again], ends[again])]}
-    for index in np.unique(kind).tolist():
-        mine = (kind == index) & ~again
-        # A record of device work is never nothing: what no rule places computes something.
-        name = "compute.other" if KINDS[index] == "none" else KINDS[index]
-        sets.setdefault(name, []).append(union(starts[mine], ends[mine]))
-    return {name: union_of(parts) for name, parts in sets.items()}
-
-
-def _host_window(events: EventTable, host: HostRecords, steps: Steps) -> tuple[int, int]:
-    if steps.marks:
-        return steps.marks[0].start_ns, max(mark.end_ns for mark in steps.marks)
-    rows = host.is_host
-    if not rows.any():
-        return int(events.start_ns.min()), int(events.end_ns.max())
-    return int(events.start_ns[rows].min()), int(events.end_ns[rows].max())
-
-
 def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
     if len(trace.events) == 0:
         raise DataError(
             f"{trace.path}: it holds no event with a duration, so there is no time to account for"
         )
     classes = classify(trace, table)
-    line = _timeline(trace, classes, step_window, table)
+    line = timeline_of(trace, classes, step_window=step_window)
     health = (*trace.health, *classes.health, *line.steps.health, *_view_health(trace, line))
     reasons = withheld(health)
     use_device = step_window == "device" and line.view == "device"

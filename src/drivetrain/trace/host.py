@@ -13,10 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.measure.intervals import Intervals, union, union_of
+from drivetrain.measure.intervals import Intervals, union
 from drivetrain.trace.classify import CLASSES, Classification
 from drivetrain.trace.host_context import thread_keys
-from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.table import Category, EventTable
 
 __all__ = ["CAUSE_NAMES", "HostRecords", "host_compute"]
@@ -42,30 +41,15 @@ CAUSE_NAMES: tuple[tuple[str, str], ...] = (
     ("maintenance.compile", r".*\(dynamo_timed\)$|.*\bcompile_fx\b|drivetrain/compile$"),
     (
         "host.sync",
-        r"drivetrain/sync$|(cuda|hip|musa|cu)\w*Synchronize(_\w+)?$|aten::(item|_local_scalar_dense)$"
-        r"|acl\w*Synchronize\w*$",
+        # Freeing memory waits for the device, and a free of seconds is what starves it.
+        r"drivetrain/sync$|(cuda|hip|musa|cu|acl)\w*Synchronize\w*$|aten::(item|_local_scalar_dense)$"
+        r"|(cuda|hip|musa)(Free|FreeHost|HostFree|Malloc|MallocHost|HostMalloc|HostAlloc)$",
     ),
     ("host.gc", r"drivetrain/gc$|gc\.collect$|.*built-in function collect>|python gc\b"),
 )
 """Class of the account → names of host records (matched at their start) that are its cause; the first wins."""
 
-_OPTIMIZER = r"Optimizer\.step#|drivetrain/optimizer$"
-_H2D_SPAN = re.compile(r"drivetrain/h2d$")
-_COMPILED = re.compile(r".*Call CompiledFxGraph|CompiledFxGraph")
-_NOT_COMPUTE = re.compile(
-    r"(c10d|_c10d_functional|c10d_functional|c10d_functional_\w+)::|record_param_comms|(gloo|nccl|mpi|ucc|hccl):"
-    r"|autograd::engine::evaluate_function|profiler::|ProfilerStep|Optimizer\.|enumerate\(|drivetrain/"
-)
-"""Operators that hand on work, wait for it, or are ranges of a trainer recorded as operators."""
-_BOOKKEEPING = re.compile(
-    r"(aten::(empty\w*|new_empty\w*|view\w*|_unsafe_view|_reshape_alias|as_strided_?|expand\w*|transpose_?|t_?|permute"
-    r"|unsqueeze_?|squeeze_?|select|slice|split|split_with_sizes|chunk|unbind|detach_?|alias|resize_?|set_|flatten"
-    r"|unflatten|narrow|resolve_\w+|result_type|lift_fresh|unfold|diagonal|real|is_same_size|broadcast_\w+)|detach_?)$"
-)
-"""Operators that only make another view, or memory: one that calls nothing else does its own work."""
-_OWN_WORK = re.compile(
-    r"(aten|prims|mkldnn|mkl|onednn|quantized|fbgemm|fsdp|vision|torchao|flash_attn|xformers)::"
-)
+_H2D_SPAN = r"drivetrain/h2d$"
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +152,7 @@ class HostRecords:
 
     def h2d(self) -> Intervals:
         """Our loop's ranges around the copy of a batch to where the model is."""
-        mask = self.named(_H2D_SPAN.pattern)[self.events.name] & self.main_threads
+        mask = self.named(_H2D_SPAN)[self.events.name] & self.main_threads
         return self.cover(mask)
 
     def set_apart(self) -> Intervals:
@@ -179,56 +163,22 @@ class HostRecords:
         return self.cover(np.isin(self._cause_rows, apart) & self.main_threads)
 
 
-def host_compute(records: HostRecords, table: NameTable) -> dict[str, Intervals]:
+def host_compute(records: HostRecords) -> dict[str, Intervals]:
     """Compute of the host view: class of the account → when its operators ran.
 
-    Counted are *leaf operators* on the main threads: those that call no operator but bookkeeping (views,
-    allocations), and those of a tensor library whose own time, without the operators they call, is most of theirs
-    (``aten::addmm`` copies its bias by ``aten::copy_`` and multiplies by itself). Operators that hand over or wait
-    for a collective are none. Of a compiled graph's call the rest is ``compute.other``. Operators inside loading
-    or maintenance belong to those.
-
-    Args:
-        records: the trace's host records.
-        table: name tables, for operators that do their own work although they call others.
+    Counted are the operators that do the work themselves, and calls of compiled graphs, on the main threads; which
+    they are and what they do the classification says. Operators inside loading or maintenance belong to those.
     """
-    events = records.events
-    rows = np.flatnonzero((events.category == np.uint8(Category.CPU_OP)) & records.main_threads)
+    events, classes = records.events, records.classification
+    rows = np.flatnonzero(classes.is_compute() & records.main_threads)
     rows = rows[~_inside(events.start_ns[rows], records.set_apart())]
-    leaf = rows[_leaf_operators(records, rows)]
-    label = _labels(records, table, leaf)
-    recompute = records.classification.recompute[leaf]
-    sets: dict[str, list[Intervals]] = {}
-    for kind in np.unique(label).tolist():
-        mine = leaf[(label == kind) & ~recompute]
-        sets.setdefault(CLASSES[kind], []).append(union(events.start_ns[mine], events.end_ns[mine]))
-    again = leaf[recompute]
-    sets["recompute"] = [union(events.start_ns[again], events.end_ns[again])]
-    compiled = records.named(_COMPILED.pattern)[events.name] & records.main_threads
-    sets.setdefault("compute.other", []).append(records.cover(compiled))
-    return {name: union_of(parts) for name, parts in sets.items()}
-
-
-def _labels(records: HostRecords, table: NameTable, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-    """Class of each operator, as an index into `CLASSES`, always one of ``compute.*``.
-
-    The classification classes operators that call none at all. The others go by their names, or belong to the
-    optimizer where they run inside its update.
-    """
-    events = records.events
-    other, optimizer = CLASSES.index("compute.other"), CLASSES.index("compute.optimizer")
-    by_name = np.full(len(events.names), other, np.uint8)
-    for index in np.unique(events.name[rows]).tolist():
-        found = table.label("host", events.names[index]) or ""
-        if found.startswith("compute."):
-            by_name[index] = CLASSES.index(found)
-    updates = records.cover(records.named(_OPTIMIZER)[events.name] & records.main_threads)
-    guessed = np.where(
-        _inside(events.start_ns[rows], updates), np.uint8(optimizer), by_name[events.name[rows]]
-    )
-    kind = records.classification.kind[rows]
-    is_compute = np.array([name.startswith("compute.") for name in CLASSES], np.bool_)[kind]
-    return np.where(is_compute, kind, guessed).astype(np.uint8)
+    kind, again = classes.kind[rows], classes.recompute[rows]
+    starts, ends = events.start_ns[rows], events.end_ns[rows]
+    sets = {"recompute": union(starts[again], ends[again])}
+    for index in np.unique(kind).tolist():
+        mine = (kind == index) & ~again
+        sets[CLASSES[index]] = union(starts[mine], ends[mine])
+    return sets
 
 
 def _inside(times: NDArray[np.int64], intervals: Intervals) -> NDArray[np.bool_]:
@@ -237,48 +187,3 @@ def _inside(times: NDArray[np.int64], intervals: Intervals) -> NDArray[np.bool_]
         return np.zeros(len(times), np.bool_)
     place = np.searchsorted(intervals[:, 0], times, side="right") - 1
     return np.asarray((place >= 0) & (times < intervals[np.maximum(place, 0), 1]))
-
-
-def _leaf_operators(records: HostRecords, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Mask over `rows`: the operators that do the work themselves."""
-    events = records.events
-    leaf = np.zeros(len(rows), np.bool_)
-    if len(rows) == 0:
-        return leaf
-    names = events.names
-    excluded = np.array([_NOT_COMPUTE.match(name) is not None for name in names], np.bool_)
-    excluded |= records.cause_of_name == 0
-    trivial = np.array([_BOOKKEEPING.match(name) is not None for name in names], np.bool_)
-    own_work = np.array([_OWN_WORK.match(name) is not None for name in names], np.bool_)
-    keys = records.thread_keys[rows]
-    for key in np.unique(keys):
-        mine = np.flatnonzero(keys == key)
-        name = events.name[rows[mine]]
-        parents = _parents(events.start_ns[rows[mine]], events.end_ns[rows[mine]])
-        duration = events.duration_ns[rows[mine]]
-        has = parents >= 0
-        children_ns = np.bincount(parents[has], weights=duration[has], minlength=len(mine))
-        calls_work = np.zeros(len(mine), np.bool_)
-        # Work below bookkeeping (a reshape that clones) is work of the caller's callee all the same.
-        calls_work[parents[has & ~trivial[name]]] = True
-        by_itself = own_work[name] & (2 * (duration - children_ns) >= duration)
-        leaf[mine] = (~calls_work | by_itself) & ~excluded[name]
-    return leaf
-
-
-def _parents(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Position of the innermost operator around each operator of one thread, -1: none.
-
-    Args:
-        starts: shape (n,), sorted; of equal starts the longest comes first.
-        ends: shape (n,).
-    """
-    parents = np.full(len(starts), -1, np.int64)
-    stack: list[tuple[int, int]] = []
-    for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        while stack and stack[-1][1] <= start:
-            stack.pop()
-        if stack:
-            parents[i] = stack[-1][0]
-        stack.append((i, end))
-    return parents

@@ -1,22 +1,26 @@
 """The application: its verbs, and how errors become messages and exit codes."""
 
 import importlib
+import io
 import os
 import sys
+from typing import Any
 
 import typer
+import typer.core
 
 from drivetrain.errors import DrivetrainError
 
 __all__ = ["application", "main"]
 
-VERBS = ("doctor", "data", "check", "train", "profile", "generate", "runs", "compare", "mfu", "bench")
+VERBS = ("doctor", "data", "check", "train", "profile", "account", "generate", "runs", "compare", "mfu", "bench")
 """Modules of this package, in the order of ``--help``."""
 
 
 def application() -> typer.Typer:
     """The command line with every verb."""
     app = typer.Typer(
+        cls=_Verbs,
         name="drivetrain",
         help="Pre-train language models fast on PyTorch, and account for every point of MFU that is lost.",
         no_args_is_help=True,
@@ -39,8 +43,27 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
         raise typer.Exit(0)
 
 
+class _Verbs(typer.core.TyperGroup):
+    """The group of verbs. What becomes of a reader that has gone is decided here: typer would exit with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError as error:
+            # The reader of our output has gone (`drivetrain runs list | head`): no fault of ours to report.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            answer = error.__context__
+            raise typer.Exit(answer.exit_code if isinstance(answer, typer.Exit) else 0) from None
+
+
 def main() -> None:
     """Entry point of ``drivetrain``."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding lacks is shown with escapes, as it is on stderr.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         application()(standalone_mode=True)
     except DrivetrainError as error:
@@ -49,7 +72,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output has gone (`drivetrain runs list | head`): no fault of ours to report.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    except OSError as error:
+        # The system refuses something at a place that has no better words for it (too long a name, no
+        # permission, no room for our own output): the user's to mend, all the same.
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        sys.exit(2)

@@ -25,7 +25,7 @@ from drivetrain.measure.account import (
     View,
     Window,
 )
-from drivetrain.measure.flops import model_flops
+from drivetrain.measure.flops import FlopCount, model_flops
 from drivetrain.measure.intervals import (
     EMPTY,
     Intervals,
@@ -96,6 +96,7 @@ def account_of(
     peak: Peak | None = None,
     achievable: Peak | None = None,
     effective_share: float | None = None,
+    flops_per_step: FlopCount | None = None,
     rules: NameTable | None = None,
 ) -> Account:
     """Account for the time of one job.
@@ -108,6 +109,8 @@ def account_of(
         peak: of one device; needed for MFU points.
         achievable: sustained matrix product of one device.
         effective_share: tokens that carry loss over all tokens.
+        flops_per_step: model FLOPs of a step over all ranks, where the run has counted them by document; instead of
+            those of full sequences.
         rules: name tables; the built-in ones where None.
 
     Raises:
@@ -127,7 +130,11 @@ def account_of(
     accounts = tuple(_rank_account(rank, draft, comparison) for rank, draft in by_rank.items())
     world_size = next((d.facts.world_size for d in drafts if d.facts.world_size is not None), None)
     absent = absent_ranks(ranks, world_size)
-    drawn = _waterfall(accounts, world_size, model, tokens_per_step, peak, achievable, effective_share)
+    count = flops_per_step
+    if count is None and model is not None and tokens_per_step is not None:
+        squares = tokens_per_step * model.seq_length
+        count = model_flops(model, tokens=tokens_per_step, sum_squared_lengths=squares)
+    drawn = _waterfall(accounts, world_size, count, tokens_per_step, peak, achievable, effective_share)
     health = [*_rank_health(by_rank), *unnamed, *_absence(absent, world_size)]
     health += [] if comparison is None else comparison.health
     health += [Finding("waterfall", "error", text, 1) for text in (drawn.problems if drawn else ())]
@@ -368,7 +375,7 @@ def _is_withheld(key: str, reasons: Mapping[str, str]) -> bool:
 def _waterfall(
     ranks: Sequence[RankAccount],
     world_size: int | None,
-    model: ModelConfig | None,
+    count: FlopCount | None,
     tokens_per_step: int | None,
     peak: Peak | None,
     achievable: Peak | None,
@@ -381,11 +388,9 @@ def _waterfall(
     if any(time.window_ns == 0 for time in times):
         return None
     label = _window_label(ranks, with_steps)
-    reason = _no_flops_reason(model, peak, with_steps, {len(found) for found in steps.values()})
-    if reason is not None or model is None or tokens_per_step is None or peak is None:
+    reason = _no_flops_reason(count, peak, with_steps, {len(found) for found in steps.values()})
+    if reason is not None or count is None or tokens_per_step is None or peak is None:
         return waterfall(times, order=CLASSES, window=label, reason=reason or "")
-    squares = tokens_per_step * model.seq_length
-    count = model_flops(model, tokens=tokens_per_step, sum_squared_lengths=squares)
     devices = world_size or len(ranks)
     scale = len(next(iter(steps.values())))
     flops = WaterfallFlops(
@@ -402,9 +407,9 @@ def _waterfall(
 
 
 def _no_flops_reason(
-    model: ModelConfig | None, peak: Peak | None, with_steps: bool, counts: set[int]
+    count: FlopCount | None, peak: Peak | None, with_steps: bool, counts: set[int]
 ) -> str | None:
-    if model is None:
+    if count is None:
         return (
             "model FLOPs are unknown (give --model and --tokens-per-step): classes in percent of time, no MFU"
         )

@@ -1,0 +1,97 @@
+"""``drivetrain account``: where the wall time of profiled steps went."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from drivetrain.measure.account import Account
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("account")(account)
+
+
+def account(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN|TRACE...", help="A run with a profile, traces, or a folder of traces."),
+    ],
+    step_window: Annotated[
+        str,
+        typer.Option("--step-window", help="device: by launched device work; cpu: the host's step marks."),
+    ] = "device",
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Preset or TOML of the model, for the waterfall of foreign traces."),
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option("--tokens-per-step", min=1, help="Tokens of a step over all devices.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Row of the hardware table whose peak MFU is counted against."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the peak.")] = "bf16",
+    peak_flops: Annotated[
+        float | None, typer.Option("--peak-flops", min=1, help="Your own peak, FLOP/s.")
+    ] = None,
+    achievable_flops: Annotated[
+        float | None, typer.Option("--achievable-flops", min=1, help="Sustained matrix product, FLOP/s.")
+    ] = None,
+    rules: Annotated[
+        str | None, typer.Option("--rules", help="TOML of your own kernel-name rules, asked before ours.")
+    ] = None,
+    html: Annotated[str | None, typer.Option("--html", help="Write a page to this file.")] = None,
+    svg: Annotated[str | None, typer.Option("--svg", help="Write the waterfall to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Split the wall time of profiled steps into classes that add up, with what is hidden, exposed and waited for.
+
+    Reads PyTorch (Kineto) traces of any trainer. With FLOPs known - our own runs, or --model and
+    --tokens-per-step - the classes become a waterfall of MFU.
+
+    Example: drivetrain account rank0.json.gz rank1.json.gz --html account.html
+    """
+    from drivetrain.cli.account_sources import Figures, make_account
+    from drivetrain.cli.output import show_document
+
+    figures = Figures(model, tokens_per_step, device, dtype, peak_flops, achievable_flops)
+    made, title = make_account(sources, step_window=step_window, figures=figures, rules=rules)
+    if html is not None:
+        from drivetrain.report.account_page import account_page
+
+        _write(html, account_page(made, title))
+    if svg is not None:
+        _write_waterfall(svg, made, title)
+    if json:
+        show_document(made.to_document())
+    else:
+        from drivetrain.report.account_text import account_text
+
+        typer.echo(account_text(made, title))
+
+
+def _write(path: str, content: str) -> "Path":
+    from pathlib import Path
+
+    from drivetrain.archive.atomic import write_text
+
+    target = Path(path)
+    write_text(target, content)
+    typer.echo(f"wrote {target}", err=True)
+    return target
+
+
+def _write_waterfall(path: str, made: "Account", title: str) -> None:
+    from drivetrain.errors import DrivetrainError
+    from drivetrain.report.waterfall import waterfall_svg
+
+    if made.waterfall is None:
+        raise DrivetrainError(f"no waterfall to write to {path}: the traces hold no window of any length")
+    _write(path, waterfall_svg(made.waterfall, title))

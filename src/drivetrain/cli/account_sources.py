@@ -1,0 +1,184 @@
+"""What ``drivetrain account`` is given: a run, trace files, a folder of them, and the figures for MFU."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.reader import Run, open_run
+from drivetrain.config import ModelConfig, load_config, tokens_per_step
+from drivetrain.errors import DataError, DrivetrainError, RunError
+from drivetrain.measure.account import Account
+from drivetrain.measure.ceilings import load_ceilings
+from drivetrain.measure.flops import FlopCount, forward_flops
+from drivetrain.measure.peaks import Peak, find_by_torch_name, find_device, peak_flops, supplied_peak
+from drivetrain.trace.account import account_of
+from drivetrain.trace.name_table import NameTable
+from drivetrain.trace.read import read_trace
+from drivetrain.trace.table import Trace
+
+__all__ = ["Figures", "make_account"]
+
+_SUFFIXES = (".json", ".json.gz")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The options that turn times into MFU, as given on the command line."""
+
+    model: str | None = None
+    tokens_per_step: int | None = None
+    device: str | None = None
+    dtype: str = "bf16"
+    peak_flops: float | None = None
+    achievable_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What turns times into MFU, resolved."""
+
+    model: ModelConfig | None
+    tokens_per_step: int | None
+    flops_per_step: FlopCount | None
+    peak: Peak | None
+    achievable: Peak | None
+    effective_share: float | None
+
+
+def make_account(
+    sources: Sequence[str], *, step_window: str, figures: Figures, rules: str | None
+) -> tuple[Account, str]:
+    """The account of ``sources`` and a title for it.
+
+    Raises:
+        DrivetrainError: nothing to read, ranks of different jobs, options that do not fit.
+    """
+    if step_window not in ("device", "cpu"):
+        raise DrivetrainError(f"--step-window {step_window!r} is neither `device` nor `cpu`")
+    run = _run_of(sources)
+    paths = _window_of(run) if run is not None else _files_of(sources)
+    table = NameTable.load(user_file=rules) if rules is not None else None
+    facts = _facts_of(run, figures)
+    account = account_of(
+        _read(paths),
+        step_window="cpu" if step_window == "cpu" else "device",
+        model=facts.model,
+        tokens_per_step=facts.tokens_per_step,
+        flops_per_step=facts.flops_per_step,
+        peak=facts.peak,
+        achievable=facts.achievable,
+        effective_share=facts.effective_share,
+        rules=table,
+    )
+    subject = run.path.name if run is not None else ", ".join(path.name for path in paths[:3])
+    more = f" and {len(paths) - 3} more" if run is None and len(paths) > 3 else ""
+    return account, f"Account of {subject}{more}"
+
+
+def _run_of(sources: Sequence[str]) -> Run | None:
+    """The run that is meant, if the one source is a run directory."""
+    runs = [source for source in sources if (Path(source) / "run.json").is_file()]
+    if not runs:
+        return None
+    if len(sources) > 1:
+        raise DrivetrainError(
+            f"{runs[0]} is a run, and an account is of one job: give the run alone, or traces of one job"
+        )
+    return open_run(runs[0])
+
+
+def _window_of(run: Run) -> list[Path]:
+    """The traces of the run's newest profile window."""
+    windows = [path for path in (run.path / "profile").glob("*-*") if path.is_dir()]
+    if not windows:
+        raise RunError(
+            f"{run.path} holds no profile; make one with: drivetrain profile {run.path / 'config.toml'}"
+        )
+    newest = max(windows, key=lambda path: path.stat().st_mtime_ns)
+    return _traces_in(newest)
+
+
+def _files_of(sources: Sequence[str]) -> list[Path]:
+    found: list[Path] = []
+    for source in sources:
+        path = Path(source)
+        if path.is_dir():
+            found.extend(_traces_in(path))
+        else:
+            found.append(path)
+    return found
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    traces = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and path.is_file())
+    if not traces:
+        raise DataError(f"{folder} holds no trace: files that end in {' or '.join(_SUFFIXES)} are looked for")
+    return traces
+
+
+def _read(paths: Sequence[Path]) -> Iterator[Trace]:
+    """Read one after the other, so that memory does not grow with the number of ranks."""
+    for index, path in enumerate(paths):
+        if len(paths) > 1:
+            print(f"reading {index + 1}/{len(paths)} {path.name}", file=sys.stderr, flush=True)
+        yield read_trace(path)
+
+
+def _facts_of(run: Run | None, figures: Figures) -> _Facts:
+    given = _peak_given(figures)
+    achievable = (
+        Peak(figures.achievable_flops, "supplied by the user")
+        if figures.achievable_flops is not None
+        else None
+    )
+    if run is None:
+        model = load_config(figures.model).config.model if figures.model is not None else None
+        return _Facts(model, figures.tokens_per_step, None, given, achievable, None)
+    if figures.model is not None or figures.tokens_per_step is not None:
+        raise DrivetrainError(
+            f"{run.path} knows its model and its tokens; drop --model and --tokens-per-step"
+        )
+    config = run.config()
+    measured = _peak_of(run, config.precision.params_dtype)
+    last = (run.metrics() or [{}])[-1]
+    flops, share = _counted(last, config.model)
+    return _Facts(
+        model=config.model,
+        tokens_per_step=tokens_per_step(config),
+        flops_per_step=flops,
+        peak=given or measured,
+        achievable=achievable or (measured if run.manifest["devices"]["type"] == "cpu" else None),
+        effective_share=share,
+    )
+
+
+def _peak_given(figures: Figures) -> Peak | None:
+    if figures.peak_flops is not None:
+        return supplied_peak(figures.peak_flops)
+    if figures.device is not None:
+        return peak_flops(find_device(figures.device), figures.dtype)
+    return None
+
+
+def _peak_of(run: Run, dtype: str) -> Peak | None:
+    """The peak of the run's own device: the data sheet's, or this machine's measured product."""
+    devices: dict[str, Any] = run.manifest["devices"]
+    if devices["type"] == "cuda":
+        found = find_by_torch_name(devices["name"])
+        return None if found is None else peak_flops(found, dtype)
+    threads = next((event.get("threads") for event in reversed(run.events()) if event.get("threads")), None)
+    return load_ceilings().matmul_flops(devices["name"], dtype, threads)
+
+
+def _counted(last: dict[str, Any], model: ModelConfig) -> tuple[FlopCount | None, float | None]:
+    """Mean model FLOPs of the run's steps, which know its documents, and its share of tokens with loss."""
+    steps, tokens, flops = last.get("step"), last.get("progress/tokens"), last.get("progress/flops")
+    if not steps or not tokens or not flops:
+        return None, None
+    plain = forward_flops(model, tokens=int(tokens / steps), sum_squared_lengths=0).times(3)
+    attention = int(flops / steps) - plain.total
+    effective = last.get("progress/effective_tokens")
+    share = effective / tokens if effective is not None else None
+    return FlopCount(plain.matmul, max(attention, 0), plain.logits), share

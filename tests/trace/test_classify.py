@@ -335,6 +335,9 @@ def _reference_cases() -> list[tuple[str, str, str, dict[str, float]]]:
     ]
 
 
+CASES = _reference_cases()
+
+
 def _union_us(trace: Trace, mask: Any) -> float:
     starts, ends = trace.events.start_ns[mask], trace.events.end_ns[mask]
     busy, until = 0, None
@@ -356,7 +359,7 @@ EXCEPTIONS = {
 
 @needs_shared
 @pytest.mark.parametrize(
-    ("case", "rank", "file", "oracle"), _reference_cases(), ids=lambda value: str(value)[:40]
+    ("case", "rank", "file", "oracle"), CASES, ids=[f"{case}-rank{rank}" for case, rank, *_ in CASES]
 )
 def test_classes_of_the_reference_traces(case: str, rank: str, file: str, oracle: dict[str, float]) -> None:
     """Communication, copies and compute are the reference's to the nanosecond, and little is left over."""

@@ -17,9 +17,10 @@ from kineto_events import (
     shared_trace,
     trace_of,
 )
+from numpy.typing import NDArray
 
 from drivetrain.trace.classify import classify
-from drivetrain.trace.table import Category, Trace
+from drivetrain.trace.table import Category, EventTable, Trace
 
 CHECKPOINTED = "tracelens/tests/traces/mi300/resnet_act_checkpoint.json.gz"
 NODE = "autograd::engine::evaluate_function: {}"
@@ -152,22 +153,20 @@ def test_a_checkpointed_training_run_agrees_with_the_sequence_numbers_of_autogra
     )
     node = np.array([name.startswith("autograd::engine::evaluate_function") for name in names])
     repeated = _inside(events, operators[builds & ~node], operators[node])
-    launches = {
-        int(events.correlation[row])
-        for row in np.flatnonzero(events.category == np.uint8(Category.RUNTIME))
-        if any(_holds(events, outer, row) for outer in repeated)
-    }
+    runtime = np.flatnonzero(events.category == np.uint8(Category.RUNTIME))
+    launches = np.unique(events.correlation[_inside(events, runtime, repeated)])
     found = classify(trace)
     is_kernel = events.category == np.uint8(Category.KERNEL)
-    expected = is_kernel & np.isin(events.correlation, list(launches)) & found.is_compute()
+    expected = is_kernel & np.isin(events.correlation, launches) & found.is_compute()
     assert expected.sum() == 591
     assert np.array_equal(found.recompute, expected)
 
 
-def _holds(events: Any, outer: int, inner: int) -> bool:
-    same = events.process[outer] == events.process[inner] and events.thread[outer] == events.thread[inner]
-    return bool(same and events.start_ns[outer] <= events.start_ns[inner] <= events.end_ns[outer])
-
-
-def _inside(events: Any, rows: Any, outer: Any) -> list[int]:
-    return [int(row) for row in rows if any(_holds(events, node, row) for node in outer)]
+def _inside(events: EventTable, rows: NDArray[np.int64], outer: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those rows that start inside a record of ``outer`` on their thread, by trying each."""
+    inside = np.zeros(len(rows), np.bool_)
+    for row in outer:
+        same = (events.process[rows] == events.process[row]) & (events.thread[rows] == events.thread[row])
+        start = events.start_ns[rows]
+        inside |= same & (events.start_ns[row] <= start) & (start <= events.end_ns[row])
+    return rows[inside]

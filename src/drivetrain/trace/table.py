@@ -176,4 +176,6 @@ class Trace:
         Raises:
             DataError: the file has gone.
         """
+        if len(rows) == 0:
+            return []
         return self.argument_reader(self.events.file_index[np.asarray(rows)])

@@ -135,7 +135,9 @@ def observe(table: EventTable, found: Counter[str]) -> None:
     work = table.is_device_work()
     correlations = table.correlation[work]
     launched, counts = np.unique(correlations[correlations > 0], return_counts=True)
-    shared = int((counts > 1).sum())
+    calls = np.sort(table.correlation[table.category == Category.RUNTIME])
+    launches_each = np.searchsorted(calls, launched, side="right") - np.searchsorted(calls, launched)
+    shared = int((counts > np.maximum(launches_each, 1)).sum())
     if shared:
         found["graph_replay"] += shared
     launches = _named(table, _KERNEL_LAUNCH, Category.RUNTIME)

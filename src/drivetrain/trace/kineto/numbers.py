@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 __all__ = ["INVALID", "integers", "nanoseconds"]
 
 INVALID: Final = np.iinfo(np.int64).min
-"""Stands for a number that is missing, not finite, or beyond int64."""
+"""Stands for a time that is missing or not finite, and for an identifier beyond int64."""
 
 _LIMIT: Final = np.iinfo(np.int64).max
 _SAFE_DIGITS: Final = 18
@@ -33,16 +33,19 @@ def _one_time(text: bytes) -> int:
         value = Decimal(text.strip().strip(b'"').decode())
     except (InvalidOperation, UnicodeDecodeError):
         return INVALID
-    if not value.is_finite() or value.adjusted() > _SAFE_DIGITS:
+    if not value.is_finite():
         return INVALID
-    nanoseconds = int(value.scaleb(3))
-    return nanoseconds if abs(nanoseconds) <= _LIMIT else INVALID
+    # Never an int of a billion digits for the sake of 1e999999999.
+    nanoseconds = (
+        int(value.scaleb(3)) if value.adjusted() < _SAFE_DIGITS else _LIMIT * (-1 if value < 0 else 1)
+    )
+    return max(-_LIMIT, min(nanoseconds, _LIMIT))
 
 
 def nanoseconds(texts: Sequence[msgspec.Raw]) -> NDArray[np.int64]:
     """Times in microseconds → nanoseconds, shape (n,); digits below a nanosecond are cut off.
 
-    :data:`INVALID` where there is no number, or none that fits.
+    :data:`INVALID` where there is no finite number; the nearest int64 for one beyond its range.
     """
     joined = b",".join(texts)
     if joined and not joined.translate(None, _PLAIN):

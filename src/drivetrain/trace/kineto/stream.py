@@ -218,7 +218,9 @@ class EventStream:
         while True:
             end = object_end(self._text, 0, depth=1)
             if end is None and (len(self._text) > _MOST_HEAD_BYTES or not self._more()):
+                # What older exporters write last is lost: the base of the clock.
                 end = len(self._text)
+                self.open_at = self._offset + end
             if end is not None:
                 break
         self.documents[-1].tail = self._drop(end)

@@ -5,6 +5,7 @@ at a time and let go, so that memory does not grow with their number: of each st
 :mod:`drivetrain.trace.ranks` compares.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from drivetrain.config.model import ModelConfig
 from drivetrain.errors import DataError, DrivetrainError
 from drivetrain.measure.account import (
+    CLASS_GROUPS,
     CLASSES,
     COMMUNICATION_PARTS,
     COPY_CLASSES,
@@ -50,7 +52,7 @@ from drivetrain.trace.ranks import (
     distinct_ranks,
 )
 from drivetrain.trace.steps import Steps, cpu_windows, device_windows, launch_times, step_of
-from drivetrain.trace.table import Trace
+from drivetrain.trace.table import Category, Trace
 from drivetrain.trace.timeline import RankTimeline, StepWindow, timeline_of
 
 __all__ = ["RankTimeline", "StepWindow", "account_of", "timeline_of"]
@@ -67,8 +69,15 @@ _WITHHOLDS: Mapping[str, tuple[str, ...]] = {
     "overlapped_communication_ns": (),
     "copy_ns": ("copy",),
     "exposed_copy_ns": ("copy",),
+    "classes": CLASS_GROUPS,
 }
 """Withheld figure → groups of classes whose time is unexplained with it."""
+
+
+_NO_DEVICE = ("no_device_events", "no_kernels")
+"""Findings of traces whose device records are missing although the host launched work."""
+
+_LAUNCH = re.compile(r"(cuda|hip|cu|musa)(Module|Ext\w*)?Launch(Cooperative)?Kernel\w*$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +187,8 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
         raise DataError(
             f"{trace.path}: it holds no event with a duration, so there is no time to account for"
         )
+    if any(finding.id in _NO_DEVICE for finding in trace.health):
+        trace = _without_device(trace)
     classes = classify(trace, table)
     line = timeline_of(trace, classes, step_window=step_window)
     health = (*trace.health, *classes.health, *line.steps.health, *_view_health(trace, line))
@@ -211,25 +222,50 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
     )
 
 
+def _without_device(trace: Trace) -> Trace:
+    """A trace without its device records, which are worth nothing: the host's own are sound, so none is withheld."""
+    health = [replace(one, affects=()) if one.id in _NO_DEVICE else one for one in trace.health]
+    events = trace.events.select(~trace.events.is_device_work())
+    return replace(trace, events=events, health=tuple(health))
+
+
 def _view_health(trace: Trace, line: RankTimeline) -> tuple[Finding, ...]:
+    """Findings about what the account is of."""
     if line.view == "host":
-        known = {finding.id for finding in trace.health}
-        if "no_device_events" in known:
-            return ()
-        message = (
-            "no device records: the account is of operators on the host. On a GPU this means that the profiler could "
-            "not trace the device (CUPTI missing, or activities without it)"
+        launches = any(finding.id in _NO_DEVICE for finding in trace.health)
+        message = "no device records: the account is of operators on the host" + (
+            ", which only launch work: it says nothing about the device, which the profiler could not trace"
+            if launches
+            else ""
         )
-        return (Finding("host_view", "note", message, 1),)
+        return (Finding("host_view", "warning" if launches else "note", message, 1),)
     found: list[Finding] = []
     if not line.explained:
         message = "no host records: nothing tells why the device was idle, so idle time is unexplained"
         found.append(Finding("no_host_records", "note", message, 1))
+    if trace.partial:
+        found += _lost_to_the_break(trace)
     devices = np.unique(trace.events.device[trace.events.is_device_work()])
     if len(devices[devices >= 0]) > 1:
         message = f"work of {len(devices)} devices in one trace: busy means that any of them was"
         found.append(Finding("several_devices", "warning", message, len(devices)))
     return tuple(found)
+
+
+def _lost_to_the_break(trace: Trace) -> list[Finding]:
+    """Kernels that were launched before a file broke off, but are written behind the break."""
+    events = trace.events
+    names = [i for i, name in enumerate(events.names) if _LAUNCH.match(name)]
+    launches = (events.category == np.uint8(Category.RUNTIME)) & np.isin(events.name, names)
+    correlations = np.unique(events.correlation[launches & (events.correlation >= 0)])
+    missing = int((~np.isin(correlations, events.correlation[events.is_device_work()])).sum())
+    if missing * 100 <= len(correlations):
+        return []
+    message = (
+        f"{missing:,} of {len(correlations):,} kernels that were launched are missing behind the break of the file: "
+        "the device was busy in time that shows no record"
+    )
+    return [Finding("kernels_lost", "warning", message, missing, ("idle_ns", "busy_ns"))]
 
 
 def _facts(trace: Trace, classes: Classification, line: RankTimeline, exposed: Intervals) -> RankFacts:

@@ -28,7 +28,14 @@ from drivetrain.trace.classes import (
 from drivetrain.trace.collective_kinds import kinds_by_context, kinds_by_name, kinds_from_arguments
 from drivetrain.trace.groups import labels_of_groups
 from drivetrain.trace.health import Finding
-from drivetrain.trace.host_context import HostPlaces, Ranges, host_places, own_places, working_operators
+from drivetrain.trace.host_context import (
+    HostPlaces,
+    Ranges,
+    host_places,
+    own_places,
+    used_names,
+    working_operators,
+)
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.recompute import recomputed
 from drivetrain.trace.table import Category, EventTable, Trace
@@ -168,12 +175,12 @@ def _by_kernel_name(
     collective = np.zeros(names, np.uint8)
     named, weak = np.zeros(names, np.bool_), np.ones(names, np.bool_)
     category, name = events.category[rows], events.name[rows]
-    for index in np.unique(name[category == Category.KERNEL]):
+    for index in used_names(events, rows[category == Category.KERNEL]):
         rule = table.find("device", events.names[index])
         if rule is not None:
             kernel[index], named[index], weak[index] = CLASS_INDEX[rule.label], True, rule.weak
             collective[index] = _KIND_INDEX[rule.kind or "unknown"]
-    for index in np.unique(name[category == Category.MEMCPY]):
+    for index in used_names(events, rows[category == Category.MEMCPY]):
         copy[index] = CLASS_INDEX[table.label("copy", events.names[index]) or "copy.other"]
     kind = np.where(category == Category.KERNEL, kernel[name], copy[name])
     kind[category == Category.MEMSET] = _MEMSET
@@ -193,13 +200,13 @@ def _narrowed_by_operator(
     open_rows = np.flatnonzero(weak & (places.operator >= 0) & np.isin(kind, COMPUTE))
     if len(open_rows) == 0:
         return kind
-    operator_name = events.name[places.operator[open_rows]]
+    operators = places.operator[open_rows]
     narrower = np.full(len(events.names), NONE, np.uint8)
-    for index in np.unique(operator_name):
+    for index in used_names(events, operators):
         label = table.label("host", events.names[index])
         if label is not None and label.startswith("compute."):
             narrower[index] = CLASS_INDEX[label]
-    decided = narrower[operator_name]
+    decided = narrower[events.name[operators]]
     decided[named[open_rows] & np.isin(decided, _SAYS_LITTLE)] = NONE
     kind = kind.copy()
     kind[open_rows[decided != NONE]] = decided[decided != NONE]
@@ -219,12 +226,17 @@ def _moved_by_context(
     operators = np.flatnonzero(events.category == Category.CPU_OP)
     annotations = np.flatnonzero(events.category == Category.ANNOTATION)
     by_category = {"operator": operators, "annotation": annotations}
+    candidates_of = {
+        categories: np.concatenate([by_category[category] for category in categories])
+        for categories in {context.categories for context in table.contexts}
+    }
+    used_by = {categories: used_names(events, rows) for categories, rows in candidates_of.items()}
     for context in table.contexts:
-        candidates = np.concatenate([by_category[category] for category in context.categories])
+        candidates = candidates_of[context.categories]
         hit = np.zeros(len(events.names), np.bool_)
-        names = np.unique(events.name[candidates])
-        hit[[index for index in names if context.pattern.search(events.names[index])]] = True
-        rows = candidates[hit[events.name[candidates]]] if len(candidates) else candidates
+        for index in used_by[context.categories]:
+            hit[index] = context.pattern.search(events.names[index]) is not None
+        rows = candidates[hit[events.name[candidates]]] if hit.any() else candidates[:0]
         if len(rows) == 0:
             continue
         inside = Ranges.of(events, rows).contain(places.key, places.time_ns) & ~decided
@@ -281,7 +293,7 @@ def _host_names(
     classes = np.zeros(count, np.uint8)
     specific, helper = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     on_host = (events.category == Category.CPU_OP) | (events.category == Category.ANNOTATION)
-    for index in np.unique(events.name[on_host]):
+    for index in used_names(events, on_host):
         rule = table.find("host", events.names[index])
         if rule is None:
             continue

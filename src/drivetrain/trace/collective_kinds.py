@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.trace.classes import COLLECTIVE_KINDS
-from drivetrain.trace.host_context import HostPlaces, Ranges, thread_keys
+from drivetrain.trace.host_context import HostPlaces, Ranges, thread_keys, used_names
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.table import Category, EventTable, Trace
 
@@ -40,7 +40,7 @@ def _range_rows(
     """Rows of the ranges that stand for a collective, by kind."""
     rows = np.flatnonzero(np.isin(events.category, [int(category) for category in categories]))
     kinds = np.zeros(len(events.names), np.uint8)
-    for index in np.unique(events.name[rows]):
+    for index in used_names(events, rows):
         if events.names[index].startswith(_RANGE_PREFIXES):
             kinds[index] = kind_of_word(table, events.names[index])
     of_row = kinds[events.name[rows]] if len(kinds) else np.zeros(0, np.uint8)
@@ -65,7 +65,7 @@ def kinds_by_context(
         return kinds
     host = _range_rows(events, table, (Category.ANNOTATION, Category.CPU_OP))
     device = _range_rows(events, table, (Category.DEVICE_ANNOTATION,))
-    own_key, own_start = thread_keys(events)[places.rows], events.start_ns[places.rows]
+    own_key, own_start = thread_keys(events, places.rows), events.start_ns[places.rows]
     for ranges, key, time_ns in ((host, places.key, places.time_ns), (device, own_key, own_start)):
         for kind, rows in ranges.items():
             inside = Ranges.of(events, rows).contain(key, time_ns) & coarse
@@ -99,6 +99,6 @@ def kinds_from_arguments(
 def kinds_by_name(events: EventTable, table: NameTable, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Kinds of host ranges (``gloo:all_reduce``), shape of ``rows``."""
     kinds = np.zeros(len(events.names), np.uint8)
-    for index in np.unique(events.name[rows]):
+    for index in used_names(events, rows):
         kinds[index] = kind_of_word(table, events.names[index])
     return kinds[events.name[rows]] if len(kinds) else np.zeros(0, np.uint8)

@@ -17,22 +17,20 @@ __all__ = [
     "HostPlaces",
     "Ranges",
     "host_places",
-    "names_matching",
     "own_places",
     "thread_keys",
+    "used_names",
 ]
 
 
-def thread_keys(events: EventTable) -> NDArray[np.int64]:
-    """One number per (process, thread) of each event, shape (n,)."""
-    return events.process.astype(np.int64) * (len(events.threads) + 1) + events.thread
+def thread_keys(events: EventTable, rows: NDArray[Any] | slice = slice(None)) -> NDArray[np.int64]:
+    """One number per (process, thread) of each row."""
+    return events.process[rows].astype(np.int64) * (len(events.threads) + 1) + events.thread[rows]
 
 
-def names_matching(events: EventTable, matches: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Mask over events, shape (n,), from a mask over ``events.names``."""
-    if len(matches) == 0:
-        return np.zeros(len(events), np.bool_)
-    return matches[events.name]
+def used_names(events: EventTable, rows: NDArray[Any]) -> NDArray[np.int64]:
+    """Indices into ``events.names`` of the names of some rows, each once."""
+    return np.flatnonzero(np.bincount(events.name[rows], minlength=len(events.names)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +72,8 @@ def host_places(events: EventTable, rows: NDArray[np.int64]) -> HostPlaces:
     )
     operator = _first_row_of(events.external_id[operators], operators, external)
 
-    keys = thread_keys(events)
-    operator_threads = np.unique(keys[events.category == Category.CPU_OP])
-    place = np.where(launched & np.isin(keys[launch], operator_threads), launch, -1)
+    operator_threads = np.unique(thread_keys(events, operators))
+    place = np.where(launched & np.isin(thread_keys(events, launch), operator_threads), launch, -1)
     place = np.where(place < 0, operator, place)
     place = np.where(place < 0, launch, place)
     known = place >= 0
@@ -84,7 +81,7 @@ def host_places(events: EventTable, rows: NDArray[np.int64]) -> HostPlaces:
         rows=rows,
         launch=launch,
         operator=operator,
-        key=np.where(known, keys[place], -1),
+        key=np.where(known, thread_keys(events, place), -1),
         time_ns=np.where(known, events.start_ns[place], -1),
     )
 
@@ -92,7 +89,7 @@ def host_places(events: EventTable, rows: NDArray[np.int64]) -> HostPlaces:
 def own_places(events: EventTable, rows: NDArray[np.int64]) -> HostPlaces:
     """Places of host records: their own threads and starts."""
     none = np.full(len(rows), -1, np.int64)
-    return HostPlaces(rows, none, rows, thread_keys(events)[rows], events.start_ns[rows])
+    return HostPlaces(rows, none, rows, thread_keys(events, rows), events.start_ns[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +114,7 @@ class Ranges:
     @classmethod
     def of(cls, events: EventTable, rows: NDArray[Any]) -> "Ranges":
         """Union of the ranges of some host records."""
-        return cls.merged(thread_keys(events)[rows], events.start_ns[rows], events.end_ns[rows])
+        return cls.merged(thread_keys(events, rows), events.start_ns[rows], events.end_ns[rows])
 
     def contain(self, key: NDArray[np.int64], time_ns: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each point (thread, time) lies in a range; borders count."""
@@ -144,7 +141,7 @@ def working_operators(
         helper: mask over ``events.names``: allocations, views and copies.
     """
     rows = np.flatnonzero(events.category == Category.CPU_OP)
-    keys = thread_keys(events)[rows]
+    keys = thread_keys(events, rows)
     parts = [
         mine[_working_of_thread(events, mine, light, heavy, helper)]
         for mine in (rows[keys == key] for key in np.unique(keys))

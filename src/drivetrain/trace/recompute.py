@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.trace.host_context import HostPlaces, Ranges, names_matching, thread_keys
+from drivetrain.trace.host_context import HostPlaces, Ranges, thread_keys, used_names
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.table import Category, EventTable
 
@@ -22,10 +22,10 @@ __all__ = ["recomputed"]
 def _rows(events: EventTable, category: Category, patterns: Sequence[re.Pattern[str]]) -> NDArray[np.int64]:
     """Rows of one category whose name any pattern matches."""
     of_category = np.flatnonzero(events.category == category)
-    used = np.unique(events.name[of_category])
     matches = np.zeros(len(events.names), np.bool_)
-    matches[[index for index in used if any(p.search(events.names[index]) for p in patterns)]] = True
-    return of_category[names_matching(events, matches)[of_category]]
+    for index in used_names(events, of_category):
+        matches[index] = any(pattern.search(events.names[index]) for pattern in patterns)
+    return of_category[matches[events.name[of_category]]] if len(of_category) else of_category
 
 
 def recomputed(events: EventTable, places: HostPlaces, table: NameTable) -> NDArray[np.bool_]:
@@ -48,17 +48,17 @@ def recomputed(events: EventTable, places: HostPlaces, table: NameTable) -> NDAr
 
 def _within(events: EventTable, rows: NDArray[np.int64], outer: NDArray[np.int64]) -> NDArray[np.int64]:
     """Those of ``rows`` that start inside a record of ``outer`` on their thread."""
-    inside = Ranges.of(events, outer).contain(thread_keys(events)[rows], events.start_ns[rows])
+    inside = Ranges.of(events, outer).contain(thread_keys(events, rows), events.start_ns[rows])
     return rows[inside]
 
 
 def _repeated_in(events: EventTable, backward: NDArray[np.int64], forward: NDArray[np.int64]) -> Ranges:
     """From the start of each backward node to the end of the last forward-only operator in it."""
-    keys = thread_keys(events)
+    backward_keys, forward_keys = thread_keys(events, backward), thread_keys(events, forward)
     key_parts, start_parts, end_parts = [], [], []
-    for thread in np.unique(keys[forward]) if len(backward) else ():
-        nodes = backward[keys[backward] == thread]
-        mine = forward[keys[forward] == thread]
+    for thread in np.unique(forward_keys) if len(backward) else ():
+        nodes = backward[backward_keys == thread]
+        mine = forward[forward_keys == thread]
         if len(nodes) == 0:
             continue
         starts, ends = events.start_ns[nodes], events.end_ns[nodes]

@@ -33,7 +33,7 @@ def account_page(account: Account, title: str) -> str:
         parts += ["<h2>Waterfall</h2>", waterfall_svg(account.waterfall, "Where the window went")]
     parts += ["<h2>Ranks and steps</h2>", timeline_svg(account, "Where each step went")]
     parts += ["<h2>Classes</h2>", _classes(account)]
-    if account.collectives:
+    if account.collectives or account.stragglers or account.absent_ranks:
         parts += ["<h2>Collectives across ranks</h2>", _collectives(account)]
     parts.append("</body></html>")
     return "\n".join(parts) + "\n"

@@ -1,0 +1,114 @@
+"""``drivetrain account`` on small traces of our own, and on what is no trace."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from drivetrain.cli.application import application
+from drivetrain.errors import DrivetrainError
+
+CONTRACT = {
+    "window_ns",
+    "busy_ns",
+    "idle_ns",
+    "compute_ns",
+    "communication_ns",
+    "overlapped_communication_ns",
+    "exposed_communication_ns",
+    "copy_ns",
+    "exposed_copy_ns",
+    "classes",
+    "unexplained_ns",
+}
+
+
+def kernel(name: str, start_us: float, duration_us: float, stream: int = 7) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": 0,
+        "tid": stream,
+        "ts": start_us,
+        "dur": duration_us,
+        "args": {"device": 0, "stream": stream, "correlation": int(start_us)},
+    }
+
+
+def write_trace(path: Path, rank: int, events: list[dict[str, object]], world_size: int = 2) -> Path:
+    document = {
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world_size},
+        "traceEvents": events,
+    }
+    path.write_bytes(gzip.compress(json.dumps(document).encode()))
+    return path
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(application(), ["account", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def one_trace(tmp_path: Path) -> Path:
+    events = [
+        kernel("ampere_bf16_s16816gemm_bf16_128x128", 0, 60),
+        kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 40, 50, stream=20),
+        kernel("Memcpy HtoD (Pinned -> Device)", 95, 5) | {"cat": "gpu_memcpy"},
+    ]
+    return write_trace(tmp_path / "rank0.json.gz", 0, events)
+
+
+def test_the_json_document_is_the_contract_in_integers(one_trace: Path) -> None:
+    document = json.loads(invoke(str(one_trace), "--json"))
+    assert document.keys() >= {"health", "ranks", "collectives", "clock_residual_ns", "waterfall"}
+    (rank,) = document["ranks"]
+    whole = rank["whole"]
+    assert whole.keys() == CONTRACT
+    assert whole["window_ns"] == 100_000
+    assert whole["compute_ns"] == 60_000
+    assert whole["communication_ns"] == 50_000
+    assert whole["overlapped_communication_ns"] == 20_000
+    assert whole["exposed_communication_ns"] == 30_000
+    assert whole["exposed_copy_ns"] == 5_000
+    assert sum(whole["classes"].values()) + whole["unexplained_ns"] == whole["window_ns"]
+
+
+def test_a_folder_is_all_its_traces(tmp_path: Path, one_trace: Path) -> None:
+    write_trace(tmp_path / "rank1.json.gz", 1, [kernel("ampere_sgemm", 0, 10)])
+    document = json.loads(invoke(str(tmp_path), "--json"))
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
+
+
+def test_pages_and_figures_are_written(tmp_path: Path, one_trace: Path) -> None:
+    invoke(str(one_trace), "--html", str(tmp_path / "a.html"), "--svg", str(tmp_path / "a.svg"))
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"hello there", "trace"), (b"", "empty"), (b'{"traceEvents": []}', "none that can be read")],
+)
+def test_what_is_no_trace_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(DrivetrainError, match=words):
+        CliRunner().invoke(application(), ["account", str(path)], catch_exceptions=False)
+
+
+def test_ranks_of_different_jobs_are_refused(tmp_path: Path, one_trace: Path) -> None:
+    other = write_trace(tmp_path / "other.json.gz", 1, [kernel("ampere_sgemm", 0, 10)], world_size=64)
+    with pytest.raises(DrivetrainError, match="job"):
+        CliRunner().invoke(application(), ["account", str(one_trace), str(other)], catch_exceptions=False)
+
+
+def test_flops_need_both_the_model_and_the_tokens(one_trace: Path) -> None:
+    with pytest.raises(DrivetrainError, match="tokens per step"):
+        CliRunner().invoke(
+            application(), ["account", str(one_trace), "--model", "llama2-7b"], catch_exceptions=False
+        )

@@ -51,7 +51,7 @@ from drivetrain.trace.ranks import (
     compare_ranks,
     distinct_ranks,
 )
-from drivetrain.trace.steps import Steps, cpu_windows, device_windows, launch_times, step_of
+from drivetrain.trace.steps import UNKNOWN_TIME, Steps, cpu_windows, device_windows, launch_times, step_of
 from drivetrain.trace.table import Category, Trace
 from drivetrain.trace.timeline import RankTimeline, StepWindow, timeline_of
 
@@ -294,7 +294,7 @@ def _communication_records(trace: Trace, classes: Classification, steps: Steps) 
     if steps.origin == "profiler_step" and len(rows):
         device = events.is_device_work()[rows]
         launched = launch_times(events, rows)
-        times = np.where(device & (launched >= 0), launched, events.start_ns[rows])
+        times = np.where(device & (launched != UNKNOWN_TIME), launched, events.start_ns[rows])
         marks = np.array([-1, *(mark.number for mark in steps.marks)], np.int64)
         numbers = marks[step_of(steps.marks, times) + 1]
     members = _members(trace)
@@ -345,9 +345,9 @@ def _communication_classes(
 ) -> dict[str, NDArray[np.int64]]:
     """Split the exposed communication by group, and into wait and transfer where several ranks tell."""
     records = draft.facts.communication
-    split = np.full(len(records), -1, np.int64) if comparison is None else comparison.splits[rank]
+    split = np.full(len(records), UNKNOWN_TIME) if comparison is None else comparison.splits[rank]
     border = np.clip(split, records.start_ns, records.end_ns)
-    known = split >= 0
+    known = split != UNKNOWN_TIME
     label = np.array(records.label, np.str_)
     sets: dict[str, Intervals] = {}
     for group in PARALLEL_GROUPS:

@@ -24,6 +24,7 @@ from drivetrain.trace.collectives import (
     match_collectives,
 )
 from drivetrain.trace.health import Finding
+from drivetrain.trace.steps import UNKNOWN_TIME
 
 __all__ = ["Comparison", "RankFacts", "absent_ranks", "check_one_job", "compare_ranks", "distinct_ranks"]
 
@@ -128,7 +129,8 @@ class Comparison:
     residual_ns: int | None
     offsets_ns: Mapping[int, int]
     splits: Mapping[int, NDArray[np.int64]]
-    """Rank → for each row of its communication the time at which waiting ended, on its own clock; -1: unknown."""
+    """Rank → for each row of its communication the time at which waiting ended, on its own clock;
+    `UNKNOWN_TIME` where that cannot be told."""
     stragglers: tuple[Straggler, ...]
     health: tuple[Finding, ...]
 
@@ -140,7 +142,7 @@ def compare_ranks(facts: Mapping[int, RankFacts]) -> Comparison:
         facts: rank → facts, of one job.
     """
     records = {rank: fact.communication for rank, fact in facts.items()}
-    splits = {rank: np.full(len(mine), -1, np.int64) for rank, mine in records.items()}
+    splits = {rank: np.full(len(mine), UNKNOWN_TIME, np.int64) for rank, mine in records.items()}
     matches, alone = match_collectives(records)
     alignment = align(records, matches)
     health = _findings(facts, matches, alone, alignment)

@@ -17,6 +17,7 @@ from drivetrain.trace.health import Finding
 from drivetrain.trace.table import Category, EventTable
 
 __all__ = [
+    "UNKNOWN_TIME",
     "StepMark",
     "Steps",
     "cpu_windows",
@@ -27,6 +28,9 @@ __all__ = [
     "repeated_pattern",
     "step_of",
 ]
+
+UNKNOWN_TIME: int = int(np.iinfo(np.int64).min)
+"""Stands for a time that no record tells. No time of a trace is that early."""
 
 Origin = Literal["profiler_step", "optimizer_step", "pattern", "none"]
 
@@ -215,14 +219,14 @@ def repeated_pattern(sequence: NDArray[np.int32]) -> int | None:
 
 
 def launch_times(events: EventTable, rows: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Start of the host call that launched each device record; -1 where no call is known.
+    """Start of the host call that launched each device record; `UNKNOWN_TIME` where no call is known.
 
     Args:
         events: all events.
         rows: shape (k,), rows of device work.
     """
     launches = np.flatnonzero((events.category == np.uint8(Category.RUNTIME)) & (events.correlation >= 0))
-    found = np.full(len(rows), -1, np.int64)
+    found = np.full(len(rows), UNKNOWN_TIME, np.int64)
     if len(launches) == 0 or len(rows) == 0:
         return found
     keys = events.correlation[launches]
@@ -260,7 +264,7 @@ def device_windows(events: EventTable, steps: Steps) -> NDArray[np.int64]:
     rows = np.flatnonzero(events.is_device_work())
     starts, ends = events.start_ns[rows], events.end_ns[rows]
     launched = launch_times(events, rows)
-    times = np.where(launched >= 0, launched, starts)
+    times = np.where(launched != UNKNOWN_TIME, launched, starts)
     step = step_of(steps.marks, times)
     inside = (step >= 0) & (times < windows[np.maximum(step, 0), 1])
     first = np.full(len(windows), np.iinfo(np.int64).max)

@@ -94,6 +94,14 @@ def test_threads_that_do_not_train_are_no_cause() -> None:
     assert dict(found.classes) == {"compute.matmul": 20, "idle": 80}
 
 
+def test_a_thread_that_only_calls_the_runtime_does_not_train() -> None:
+    """The watchdog of a communication library asks for events all the time."""
+    watchdog = Row(Category.RUNTIME, "cudaEventSynchronize", 20, 60, thread="watchdog", correlation=5)
+    launches = Row(Category.RUNTIME, "cudaLaunchKernel", 0, 1, correlation=1)
+    found = whole(kernel(GEMM, 0, 10, correlation=1), kernel(GEMM, 90, 10), launches, watchdog)
+    assert dict(found.classes) == {"compute.matmul": 20, "idle": 80}
+
+
 def test_idleness_without_host_records_is_unexplained() -> None:
     found = whole(kernel(GEMM, 0, 10), kernel(GEMM, 90, 10))
     assert found.unexplained_ns == 80
@@ -329,12 +337,13 @@ def main_rows(trace: Trace) -> list[bool]:
     events = trace.events
     threads: set[int] = set()
     operators: set[int] = set()
+    kernels = set(events.correlation[events.category == Category.KERNEL].tolist()) - {-1}
     for i in range(len(events)):
         if events.is_device_work()[i]:
             continue
         name, category = events.names[events.name[i]], Category(int(events.category[i]))
         if name.startswith(("ProfilerStep", "drivetrain/", "enumerate(")) or (
-            category == Category.RUNTIME and events.correlation[i] > 0
+            category == Category.RUNTIME and events.correlation[i] in kernels
         ):
             threads.add(int(events.thread[i]))
         if category == Category.CPU_OP:

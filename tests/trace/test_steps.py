@@ -64,6 +64,12 @@ def test_a_step_recorded_twice_is_one_step() -> None:
     assert [(mark.start_ns, mark.end_ns) for mark in found.marks] == [(0, 100)]
 
 
+def test_a_number_that_comes_again_later_is_another_step() -> None:
+    """Two windows in one file, or a restarted job."""
+    found = find_steps(table_of([step(4, 0, 100), step(4, 500, 100)]))
+    assert cpu_windows(found).tolist() == [[0, 100], [500, 600]]
+
+
 def test_the_first_recorded_step_is_flagged() -> None:
     health = find_steps(lagging()).health
     assert [finding.id for finding in health] == ["first_step"]

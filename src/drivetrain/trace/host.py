@@ -64,11 +64,6 @@ class HostRecords:
     classification: Classification
 
     @cached_property
-    def thread_keys(self) -> NDArray[np.int64]:
-        """One number for each (process, thread), shape (n,)."""
-        return thread_keys(self.events)
-
-    @cached_property
     def is_host(self) -> NDArray[np.bool_]:
         """Rows of operators, runtime calls, ranges and Python functions."""
         wanted = (Category.CPU_OP, Category.RUNTIME, Category.ANNOTATION, Category.PYTHON)
@@ -84,17 +79,19 @@ class HostRecords:
     def main_threads(self) -> NDArray[np.bool_]:
         """Mask of host rows on threads that run the training code.
 
-        Those that record steps, optimizer updates, our loop's phases or backward nodes, or launch device work.
-        Where none does: every thread that runs operators but carries out no collective.
+        Those that record steps, optimizer updates, our loop's phases or backward nodes, or launch kernels (a thread
+        that pins memory or watches events only calls the runtime). Where none does: every thread that runs operators
+        but carries out no collective.
         """
-        events, keys = self.events, self.thread_keys
+        events = self.events
+        keys = thread_keys(events)
         signs = self.named(
             r"ProfilerStep|Optimizer\.step#|drivetrain/|autograd::engine::evaluate_function|enumerate\("
         )
-        marked = (signs[events.name] & self.is_host) | (
-            (events.category == np.uint8(Category.RUNTIME)) & (events.correlation > 0)
-        )
-        threads = np.unique(keys[marked])
+        calls = np.flatnonzero((events.category == np.uint8(Category.RUNTIME)) & (events.correlation >= 0))
+        kernels = events.correlation[events.category == np.uint8(Category.KERNEL)]
+        launches = calls[np.isin(events.correlation[calls], kernels)]
+        threads = np.union1d(keys[signs[events.name] & self.is_host], keys[launches])
         if len(threads) == 0:
             communicates = np.unique(keys[self.named(r"gloo:")[events.name] & self.is_host])
             operators = np.unique(keys[events.category == np.uint8(Category.CPU_OP)])
@@ -108,7 +105,8 @@ class HostRecords:
 
     def cover(self, mask: NDArray[np.bool_]) -> Intervals:
         """Union of the records of a mask over rows."""
-        return union(self.events.start_ns[mask], self.events.end_ns[mask])
+        starts = self.events.start_ns[mask]
+        return union(starts, starts + self.events.duration_ns[mask])
 
     @cached_property
     def cause_of_name(self) -> NDArray[np.int8]:
@@ -173,7 +171,8 @@ def host_compute(records: HostRecords) -> dict[str, Intervals]:
     rows = np.flatnonzero(classes.is_compute() & records.main_threads)
     rows = rows[~_inside(events.start_ns[rows], records.set_apart())]
     kind, again = classes.kind[rows], classes.recompute[rows]
-    starts, ends = events.start_ns[rows], events.end_ns[rows]
+    starts = events.start_ns[rows]
+    ends = starts + events.duration_ns[rows]
     sets = {"recompute": union(starts[again], ends[again])}
     for index in np.unique(kind).tolist():
         mine = (kind == index) & ~again

@@ -122,17 +122,17 @@ def _profiler_steps(events: EventTable) -> tuple[StepMark, ...]:
     rows = rows_matching(events, _PROFILER_STEP, (Category.ANNOTATION,))
     if len(rows) == 0:  # Traces of 2021 record the range as an operator.
         rows = rows_matching(events, _PROFILER_STEP, (Category.CPU_OP,))
-    found: dict[int, StepMark] = {}
+    found: list[StepMark] = []
     for row in rows.tolist():
         match = _PROFILER_STEP.match(events.names[events.name[row]])
         assert match is not None
         start = int(events.start_ns[row])
         mark = StepMark(int(match[1]), start, start + int(events.duration_ns[row]))
-        known = found.get(mark.number)
-        # The same step seen twice: the longer range holds the other.
-        if known is None or mark.end_ns - mark.start_ns > known.end_ns - known.start_ns:
-            found[mark.number] = mark
-    return tuple(sorted(found.values(), key=lambda mark: (mark.start_ns, mark.number)))
+        # The same step seen twice, by two threads: the range that begins first holds the other.
+        twice = any(known.number == mark.number and mark.start_ns < known.end_ns for known in found)
+        if not twice:
+            found.append(mark)
+    return tuple(found)
 
 
 def _optimizer_steps(events: EventTable) -> tuple[StepMark, ...]:

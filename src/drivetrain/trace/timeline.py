@@ -95,13 +95,15 @@ def timeline_of(
 
 def _communication(events: EventTable, classes: Classification) -> Intervals:
     mask = classes.is_communication()
-    return union(events.start_ns[mask], events.end_ns[mask])
+    starts = events.start_ns[mask]
+    return union(starts, starts + events.duration_ns[mask])
 
 
 def _device_sets(events: EventTable, rows: NDArray[np.intp], classes: Classification) -> dict[str, Intervals]:
     """Class → union of the device records of that class."""
     kind, again = classes.kind[rows], classes.recompute[rows]
-    starts, ends = events.start_ns[rows], events.end_ns[rows]
+    starts = events.start_ns[rows]
+    ends = starts + events.duration_ns[rows]
     sets: dict[str, list[Intervals]] = {"recompute": [union(starts[again], ends[again])]}
     for index in np.unique(kind).tolist():
         mine = (kind == index) & ~again

@@ -93,7 +93,8 @@ class _Draft:
     explained: bool
     withheld: Mapping[str, str]
     health: tuple[Finding, ...]
-    inferred: bool
+    first_is_partial: bool
+    """Recording began within the first step; a pattern's first repetition is whole."""
 
 
 def account_of(
@@ -218,7 +219,7 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
         explained=line.explained,
         withheld=reasons,
         health=health,
-        inferred=line.steps.origin != "profiler_step",
+        first_is_partial=line.steps.origin != "pattern",
     )
 
 
@@ -332,7 +333,7 @@ def _rank_account(rank: int, draft: _Draft, comparison: Comparison | None) -> Ra
     classes = {**draft.classes, **_communication_classes(rank, draft, comparison)}
     windows = [_window(draft, classes, i) for i in range(len(draft.windows))]
     steps = tuple(
-        StepAccount(number, window, int(start), int(end), first=i == 0 and not draft.inferred)
+        StepAccount(number, window, int(start), int(end), first=i == 0 and draft.first_is_partial)
         for i, (number, window, (start, end)) in enumerate(
             zip(draft.numbers, windows[1:], draft.windows[1:], strict=True)
         )

@@ -247,3 +247,12 @@ def test_a_heartbeat_that_a_power_cut_damaged_is_none_and_the_run_can_be_continu
     assert open_run(path).heartbeat() is None
     assert open_run(path).status() == "lost"
     RunWriter.resume(path).close()
+
+
+def test_of_two_that_continue_a_run_at_the_same_moment_one_is_refused(make_run: MakeRun) -> None:
+    path = make_run().path
+    first = RunWriter.resume(path)
+    with pytest.raises(RunError, match="two processes cannot continue one run"):
+        RunWriter.resume(path)
+    first.close()
+    RunWriter.resume(path).close()

@@ -75,6 +75,7 @@ def test_two_processes_train_as_one(tiny: Tiny) -> None:
     together = tiny.train("monitor.log_rank_times=true", options=["--nproc", "2"])
     one, two = losses_of(open_run(alone["run"])), losses_of(open_run(together["run"]))
     assert all(abs(one[step] - two[step]) < 1e-4 for step in one)
+    assert alone.keys() == together.keys(), "one document, however many processes"
     assert 0 <= together["communication_exposed_frac"] < 1
     assert abs(alone["validation_loss"] - together["validation_loss"]) < 1e-4
     ranks = open_run(together["run"]).ranks()

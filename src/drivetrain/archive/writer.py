@@ -153,6 +153,7 @@ class RunWriter:
         self._events = LineWriter(path / "events.jsonl", on_fault=on_fault)
         self._metrics: LineWriter | None = None
         self._ranks: dict[int, RankLog] = {}
+        self._lock: int | None = None
 
     @classmethod
     def create(
@@ -220,7 +221,15 @@ class RunWriter:
                 f"{run.path} is still running (process {beat['pid']}, step {beat['step']}); two processes "
                 f"cannot continue one run: wait for it, or stop it with `kill {beat['pid']}`"
             )
-        return cls(run.path, on_fault=on_fault)
+        # Two processes that start at the same moment both find no heartbeat; the lock lets only one of them in.
+        lock = _lock(run.path)
+        try:
+            writer = cls(run.path, on_fault=on_fault)
+        except BaseException:
+            _unlock(lock)
+            raise
+        writer._lock = lock
+        return writer
 
     def open_segment(self, start_step: int) -> int:
         """Begin the next segment and return its index.
@@ -287,6 +296,8 @@ class RunWriter:
         """Close the files. Says nothing about the run: that is the ``end`` event."""
         self._close_segment()
         self._events.close()
+        _unlock(self._lock)
+        self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -327,6 +338,37 @@ def _is_training(beat: Mapping[str, Any]) -> bool:
     The creator of a run only waits for the one that trains.
     """
     return beat["pid"] != os.getpid() and beat["phase"] != CREATED and bool(is_alive(beat))
+
+
+def _lock(run_path: Path) -> int | None:
+    """Descriptor that holds the run's exclusive lock until it is closed; None where there are no locks.
+
+    Raises:
+        RunError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    # run.json is there in every run and is never replaced; opened for reading, so that nothing changes.
+    descriptor = os.open(run_path / "run.json", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RunError(
+            f"another process is just continuing {run_path}; two processes cannot continue one run: wait for it"
+        ) from None
+    except OSError:
+        # Some network file systems have no locks; there the heartbeat alone has to do.
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _make_directory(runs_dir: Path, prefix: str) -> Path:

@@ -3,8 +3,10 @@
 import importlib
 import io
 import os
+import signal
 import sys
-from typing import Any
+from types import FrameType
+from typing import Any, TextIO
 
 import typer
 import typer.core
@@ -13,7 +15,19 @@ from drivetrain.errors import DrivetrainError
 
 __all__ = ["application", "main"]
 
-VERBS = ("doctor", "data", "check", "train", "profile", "account", "generate", "runs", "compare", "mfu", "bench")
+VERBS = (
+    "doctor",
+    "data",
+    "check",
+    "train",
+    "profile",
+    "account",
+    "generate",
+    "runs",
+    "compare",
+    "mfu",
+    "bench",
+)
 """Modules of this package, in the order of ``--help``."""
 
 
@@ -47,16 +61,26 @@ class _Verbs(typer.core.TyperGroup):
     """The group of verbs. What becomes of a reader that has gone is decided here: typer would exit with 1."""
 
     def invoke(self, ctx: Any) -> Any:
+        stdout: TextIO | None = sys.stdout  # None where the shell closed it (`>&-`)
         try:
             try:
                 return super().invoke(ctx)
             finally:
-                sys.stdout.flush()
-        except BrokenPipeError as error:
+                if stdout is not None:
+                    stdout.flush()
+        except (BrokenPipeError, SystemExit) as error:
+            # rich turns a broken pipe into an exit of its own.
+            if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+                raise
             # The reader of our output has gone (`drivetrain runs list | head`): no fault of ours to report.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if stdout is not None:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
             answer = error.__context__
             raise typer.Exit(answer.exit_code if isinstance(answer, typer.Exit) else 0) from None
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -64,6 +88,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A name that the terminal's encoding lacks is shown with escapes, as it is on stderr.
         sys.stdout.reconfigure(errors="backslashreplace")
+    # As Ctrl-C, until a run is there to be saved: what was half done is cleaned up, and the exit code is 130.
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         application()(standalone_mode=True)
     except DrivetrainError as error:

@@ -16,6 +16,7 @@ def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
     """Over-fit one batch for at most ``training.train_iters`` steps; 0 if learned, 1 with a diagnosis if not."""
     from drivetrain.engine.data.corpus import ensure_corpus
     from drivetrain.engine.devices import select_device, set_threads, thread_count
+    from drivetrain.engine.failures import explained
     from drivetrain.engine.overfit import NEAR_ZERO, overfit_batch
 
     config = loaded.config
@@ -28,7 +29,8 @@ def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
         if step == 1 or step % _SHOWN_EVERY == 0:
             print(f"step {step:5d}  loss of the one batch {loss:.4f}", file=sys.stderr, flush=True)
 
-    result = overfit_batch(config, corpus, device, max_steps=config.training.train_iters, on_step=show)
+    with explained():
+        result = overfit_batch(config, corpus, device, max_steps=config.training.train_iters, on_step=show)
     if as_json:
         show_document(dataclasses.asdict(result))
     elif result.learned:

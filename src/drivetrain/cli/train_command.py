@@ -1,11 +1,15 @@
 """What ``drivetrain train`` does: check, prepare, start one process or several, report."""
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from drivetrain.archive.reader import Run, open_run
+from drivetrain.archive.writer import append_event
 from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
@@ -14,6 +18,7 @@ from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
 __all__ = ["EXIT_OF", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
 
+_RECORDED_WITHIN_S = 3.0
 EXIT_OF = {"finished": 0, "diverged": 1, "interrupted": 130}
 
 
@@ -30,17 +35,17 @@ def run_train(
     require_torch()
     from drivetrain.engine.parallel.process_group import Ranks
 
+    _refuse_what_would_have_no_effect(
+        {"--nproc": num_processes is not None, "--dry-run": dry, "--overfit-batch": overfit},
+        under_torchrun=Ranks.started_by_torchrun(),
+    )
     if Ranks.started_by_torchrun():
-        if num_processes is not None:
-            raise DrivetrainError(
-                "--nproc under torchrun: torchrun has started the processes already; drop --nproc"
-            )
         return _as_one_rank(source, overrides, as_json)
     run = _run_to_continue(source, overrides)
     loaded = (
         LoadedConfig(run.config(), source, run.name) if run is not None else load_config(source, overrides)
     )
-    world_size = num_processes or loaded.config.parallelism.data_parallel_size or 1
+    world_size = num_processes or loaded.config.parallelism.data_parallel_size or _former_size(run)
     refuse_broken_rules(loaded, world_size)
     if dry:
         from drivetrain.cli.check import show_dry_run
@@ -55,16 +60,43 @@ def run_train(
     return _report(summary, as_json) if summary is not None else 1
 
 
+def _refuse_what_would_have_no_effect(given: dict[str, bool], *, under_torchrun: bool) -> None:
+    """Raise DrivetrainError for options that contradict each other, or that torchrun leaves nothing to do."""
+    options = [name for name, is_given in given.items() if is_given]
+    if options and under_torchrun:
+        reason = (
+            "torchrun has started the processes already"
+            if options[0] == "--nproc"
+            else "it needs one process, and no torchrun"
+        )
+        raise DrivetrainError(f"{options[0]} under torchrun: {reason}; drop {options[0]}, or torchrun")
+    if {"--dry-run", "--overfit-batch"} <= set(options):
+        raise DrivetrainError("--dry-run starts nothing and --overfit-batch trains; give one of them")
+    if {"--nproc", "--overfit-batch"} <= set(options):
+        raise DrivetrainError("--overfit-batch trains in one process; drop --nproc")
+
+
+def _former_size(run: Run | None) -> int:
+    """Processes that the run was started with: what it is continued with unless told otherwise."""
+    return int(run.manifest["layout"].get("world_size") or 1) if run is not None else 1
+
+
 def train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
     """Train the run in ``path`` with processes on this machine; its summary.
 
     None: it ended without one, and stderr says how.
     """
-    from drivetrain.engine.parallel.process_group import Ranks
-    from drivetrain.engine.worker import work
-
     print(f"run: {path}", file=sys.stderr, flush=True)
-    return work(path, Ranks()).summary if world_size == 1 else _several(path, world_size)
+    if world_size > 1:
+        return _several(path, world_size)
+    from drivetrain.engine.stop import StopRequest
+
+    # Before the imports, which take a second: the run exists by now, and a signal must end it in order.
+    with StopRequest() as stop:
+        from drivetrain.engine.parallel.process_group import Ranks
+        from drivetrain.engine.worker import work
+
+        return work(path, Ranks(), stop).summary
 
 
 def refuse_broken_rules(loaded: LoadedConfig, world_size: int) -> None:
@@ -77,7 +109,11 @@ def refuse_broken_rules(loaded: LoadedConfig, world_size: int) -> None:
 def _run_to_continue(source: str, overrides: Sequence[str]) -> Run | None:
     """The run that ``source`` names, if it is a run directory."""
     path = Path(source)
-    if not path.is_dir():
+    try:
+        is_directory = bool(source) and path.is_dir()
+    except (OSError, ValueError):  # too long a name, a null character: load_config says so
+        is_directory = False
+    if not is_directory:
         return None
     run = open_run(path)
     if overrides:
@@ -91,20 +127,26 @@ def _run_to_continue(source: str, overrides: Sequence[str]) -> Run | None:
 
 
 def new_run(loaded: LoadedConfig, world_size: int) -> Path:
-    """Make the directory of a new run, its corpus prepared with progress on stderr."""
+    """Make the directory of a new run, its corpus prepared with progress on stderr.
+
+    Bad input is found before, so that it leaves no directory behind.
+    """
     from drivetrain.engine.creation import create_run
     from drivetrain.engine.data.corpus import ensure_corpus
+    from drivetrain.engine.preflight import require_usable_inputs
 
     with show_progress() as progress:
         corpus = ensure_corpus(loaded.config.data, loaded.config.model, progress)
+    require_usable_inputs(loaded.config, corpus)
     return create_run(loaded, corpus, world_size=world_size, argv=sys.argv)
 
 
 def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool) -> int:
     """Under torchrun every process comes here; rank 0 makes the run unless the launcher has."""
+    from drivetrain.engine.launch import started_by_launcher
     from drivetrain.engine.parallel.process_group import Ranks
     from drivetrain.engine.rendezvous import agree_on_run
-    from drivetrain.engine.worker import work
+    from drivetrain.engine.stop import StopRequest
 
     ranks = Ranks.from_environment()
     run = _run_to_continue(source, overrides)
@@ -114,30 +156,61 @@ def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool) -> int:
         loaded = load_config(source, overrides)
         refuse_broken_rules(loaded, ranks.world_size)
         path = agree_on_run(ranks, lambda: new_run(loaded, ranks.world_size))
-    result = work(path, ranks)
+    began = time.time()
+    with StopRequest() as stop:
+        if started_by_launcher():
+            from drivetrain.engine.parent import end_with_parent
+
+            end_with_parent(os.getppid(), signal.SIGKILL)
+        from drivetrain.engine.worker import work
+
+        try:
+            result = work(path, ranks, stop)
+        except DrivetrainError as error:
+            if started_by_launcher() and _is_recorded(path, str(error), began):
+                return 2
+            raise DrivetrainError(f"rank {ranks.rank}: {error}") from error
     if result.summary is not None and as_json:
         show_document(result.summary)
     return EXIT_OF[result.outcome.status]
 
 
+def _is_recorded(path: Path, message: str, since: float) -> bool:
+    """Whether the run's end says so already: then the launcher will, once for all ranks."""
+    give_up = time.monotonic() + _RECORDED_WITHIN_S
+    while True:
+        end = open_run(path).end()
+        if end is not None and end["time"] >= since:
+            return bool(end["reason"] == message)
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+
+
 def _several(path: Path, num_processes: int) -> dict[str, Any] | None:
     from drivetrain.engine.launch import launch_ranks
 
-    before = open_run(path).last_segment()
-    code = launch_ranks(path, num_processes)
+    began = time.time()
+    launch = launch_ranks(path, num_processes)
     run = open_run(path)
     end, summary = run.end(), run.summary()
-    if end is None or run.last_segment() == before:
+    if end is None or end["time"] < began:
+        if launch.signal_name is not None:
+            reason = f"{launch.signal_name}; nothing was saved since the last checkpoint"
+            append_event(path, "end", status="interrupted", reason=reason)
+            print(f"interrupted: {reason}; continue with: drivetrain train {path}", file=sys.stderr)
+            raise KeyboardInterrupt
         raise DrivetrainError(
-            f"the processes of {path} ended (exit code {code}) before the run did; their messages are above. "
-            f"Continue it with: drivetrain train {path} --nproc {num_processes}"
+            f"the processes of {path} ended (exit code {launch.exit_code}) before the run did; their messages "
+            f"are above. Continue it with: drivetrain train {path}"
         )
     if end["status"] == "failed" and end.get("bad_input"):
         raise DrivetrainError(str(end["reason"]))
     if summary is None or summary.get("segment") != run.last_segment():
         print(f"the run {end['status']}: {end['reason']}", file=sys.stderr)
         return None
-    return summary
+    # What a single process prints: these two belong to the file.
+    return {key: value for key, value in summary.items() if key not in ("schema", "segment")}
 
 
 def _report(summary: dict[str, Any], as_json: bool) -> int:

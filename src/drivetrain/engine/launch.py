@@ -8,22 +8,46 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["launch_ranks"]
+__all__ = ["AGENT_VARIABLE", "Launch", "launch_ranks", "started_by_launcher"]
+
+AGENT_VARIABLE = "DRIVETRAIN_LAUNCHED"
+"""Set for ranks that our own launcher waits for: what it reports, they need not say as well."""
 
 
-def launch_ranks(run_path: Path, num_processes: int) -> int:
-    """Start ``num_processes`` ranks on ``run_path`` and wait for them; returns the agent's exit code.
+def started_by_launcher() -> bool:
+    """Whether this rank has our launcher, not only torchrun, above it."""
+    return AGENT_VARIABLE in os.environ
 
-    SIGINT and SIGTERM are passed on to the agent, which asks the ranks to stop and save. The ranks' output
-    goes to stderr: stdout belongs to the caller's one JSON document.
+
+@dataclass(frozen=True)
+class Launch:
+    """How the processes ended.
+
+    Attributes:
+        exit_code: of the agent.
+        signal_name: the first signal that asked the launcher to stop; None where none did.
+    """
+
+    exit_code: int
+    signal_name: str | None
+
+
+def launch_ranks(run_path: Path, num_processes: int) -> Launch:
+    """Start ``num_processes`` ranks on ``run_path`` and wait for them.
+
+    SIGINT and SIGTERM are passed on to the agent, which asks the ranks to stop and save. A second SIGINT
+    does not wait: the ranks are killed. Their output goes to stderr: stdout belongs to the caller's one JSON
+    document.
     """
     command = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "drivetrain.engine.agent",
+        str(os.getpid()),
         "--standalone",
         f"--nproc-per-node={num_processes}",
         "-m",
@@ -31,17 +55,30 @@ def launch_ranks(run_path: Path, num_processes: int) -> int:
         "train",
         str(run_path),
     ]
-    environment = dict(os.environ)
+    environment = {**os.environ, AGENT_VARIABLE: "1"}
     # The agent would set one thread a rank and say so in a warning; the engine chooses by itself.
     environment.setdefault("OMP_NUM_THREADS", "1")
-    agent = subprocess.Popen(command, stdout=sys.stderr.fileno(), env=environment, start_new_session=True)
+    asked: list[str] = []
+    interrupts = 0
+    agent: subprocess.Popen[bytes] | None = None
 
-    def pass_on(_number: int, _frame: FrameType | None) -> None:
-        agent.send_signal(signal.SIGTERM)
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal interrupts
+        asked.append(signal.Signals(number).name)
+        interrupts += number == signal.SIGINT
+        if agent is None:
+            return
+        if interrupts > 1:
+            agent.kill()
+        elif len(asked) == 1:
+            agent.send_signal(signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return agent.wait()
+        agent = subprocess.Popen(command, stdout=sys.stderr.fileno(), env=environment, start_new_session=True)
+        if asked:
+            agent.send_signal(signal.SIGTERM)
+        return Launch(agent.wait(), asked[0] if asked else None)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

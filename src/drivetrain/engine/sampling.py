@@ -7,6 +7,7 @@ from tokenizers.decoders import DecodeStream
 from drivetrain.archive.reader import Run
 from drivetrain.engine.checkpoint import find_latest, load_model
 from drivetrain.engine.data.corpus import ensure_corpus
+from drivetrain.engine.failures import explained
 from drivetrain.engine.generation import generate
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.precision import compute_dtype
@@ -46,8 +47,9 @@ def stream_text(
         raise RunError(f"{run.path} has no checkpoint yet; train it further, or set checkpoint.save_interval")
     corpus = ensure_corpus(config.data, config.model)
     tokenizer = corpus.require_tokenizer()
-    decoder = Decoder(config.model, compute_dtype(config.precision))
-    load_model(checkpoint, decoder)
+    with explained():
+        decoder = Decoder(config.model, compute_dtype(config.precision))
+        load_model(checkpoint, decoder)
     start = tokenizer.encode(prompt, add_special_tokens=False).ids
     if corpus.eod_id is not None:
         # A document begins after the end of another one: that is how the model has seen every beginning.

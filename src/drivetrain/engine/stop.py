@@ -10,11 +10,11 @@ from typing import Any
 
 __all__ = ["StopRequest"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """While entered, SIGINT and SIGTERM set :attr:`requested` instead of ending the process."""
+    """While entered, SIGINT, SIGTERM and a closed terminal's SIGHUP set :attr:`requested`."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -26,6 +26,9 @@ class StopRequest:
         # Python delivers signals to the main thread only; a run in another thread cannot catch them.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
+                # nohup ignores SIGHUP so that a run outlives its terminal; that is left as it is.
+                if number == signal.SIGHUP and signal.getsignal(number) != signal.SIG_DFL:
+                    continue
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -136,11 +136,17 @@ class TrainingRun:
             loss=result.loss,
             bits_per_byte=result.bits_per_byte,
             tokens=result.tokens,
+            batches=loader.num_steps,
         )
         bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
         self.logbook.say(
             f"step {progress.step}: validation loss {result.loss:.4f}{bits} ({result.tokens:,} tokens)"
         )
+        if loader.num_steps is not None and loader.num_steps < training.eval_iters:
+            self.logbook.warn(
+                f"training.eval_iters asks for {training.eval_iters:,} global batches; all held-out text "
+                f"makes {loader.num_steps:,}, which were evaluated"
+            )
         return result
 
     def save(self, progress: Progress) -> None:

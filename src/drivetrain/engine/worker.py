@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from drivetrain.archive.writer import RankLog, RunWriter
 from drivetrain.config import RunConfig
 from drivetrain.engine.assembly import assemble
 from drivetrain.engine.devices import peak_for, select_device, set_threads, thread_count
+from drivetrain.engine.failures import explain
 from drivetrain.engine.loop import Outcome, train
 from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks, join
 from drivetrain.engine.random_state import set_deterministic
@@ -35,8 +36,12 @@ class WorkerResult:
     summary: dict[str, Any] | None
 
 
-def work(run_path: Path, ranks: Ranks) -> WorkerResult:
+def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> WorkerResult:
     """Train the run in ``run_path`` as one of its ranks; continues where its checkpoints end.
+
+    Args:
+        stop: entered before, so that a signal during the imports is not lost either; by default one of its
+            own. A run that is asked to stop while it is set up ends, saved, after its first step.
 
     Raises:
         DrivetrainError: bad input; the run is marked failed with the message.
@@ -50,8 +55,8 @@ def work(run_path: Path, ranks: Ranks) -> WorkerResult:
     threads = set_threads(thread_count(config.run, ranks.local_world_size))
     set_deterministic(config.run.deterministic)
     with (
+        nullcontext(stop) if stop is not None else StopRequest() as stopping,
         join(ranks, device.type, config.parallelism.distributed_timeout_minutes) as group,
-        StopRequest() as stop,
         _logbook(run_path, config, group) as logbook,
     ):
         with _failure_recorded(logbook):
@@ -59,8 +64,8 @@ def work(run_path: Path, ranks: Ranks) -> WorkerResult:
             fingerprint = str(opened.manifest["dataset"]["fingerprint"])
             run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint)
             _begin(run, run_path, threads.compute, peak.reason)
-            outcome = train(run, stop)
-        summary = summarise(run, outcome, run_path, time.perf_counter() - started, peak)
+            outcome = train(run, stopping)
+            summary = summarise(run, outcome, run_path, time.perf_counter() - started, peak)
         _end(logbook, outcome, summary)
         return WorkerResult(outcome, summary if group.is_main else None)
 
@@ -89,6 +94,10 @@ def _failure_recorded(logbook: Logbook) -> Iterator[None]:
         logbook.event("end", status="failed", reason=str(error), bad_input=True)
         raise
     except BaseException as error:
+        meaning = explain(error)
+        if meaning is not None:
+            logbook.event("end", status="failed", reason=str(meaning), bad_input=True)
+            raise meaning from error
         logbook.event("end", status="failed", reason=f"{type(error).__name__}: {error}")
         raise
 

@@ -304,7 +304,7 @@ class StepClock:
     def _reasons(
         self, steady: Sequence[int], world_size: int, peak: Peak | None, peak_reason: str | None
     ) -> dict[str, str]:
-        reasons = {}
+        reasons: dict[str, str] = {}
         if peak is None:
             no_peak = peak_reason or "the peak of the device is not known"
             reasons |= dict.fromkeys(("mfu", "hfu", "effective_mfu"), no_peak)

@@ -51,6 +51,7 @@ class Console:
         self._total = total_steps
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._deaf = False
 
     def __enter__(self) -> "Console":
         if self._stream.isatty():
@@ -77,7 +78,7 @@ class Console:
     def step(self, info: StepInfo) -> None:
         """Show one logged step."""
         if self._progress is None or self._task is None:
-            print(megatron_line(info), file=self._stream, flush=True)
+            self._print(megatron_line(info))
             return
         self._progress.update(self._task, completed=info.step, figures=_figures(info))
         # A terminal that scrolls at every step hides the live line's point; metrics.jsonl has every step.
@@ -89,7 +90,17 @@ class Console:
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self._stream, flush=True)
+            self._print(text)
+
+    def _print(self, line: str) -> None:
+        if self._deaf:
+            return
+        try:
+            print(line, file=self._stream, flush=True)
+        except OSError:
+            # Whoever read it has gone (`2>&1 | head`), or the disk of the log is full. A run must not die of
+            # that: everything is in the run directory as well.
+            self._deaf = True
 
 
 def _figures(info: StepInfo) -> str:

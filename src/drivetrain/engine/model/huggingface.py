@@ -28,6 +28,7 @@ __all__ = [
     "huggingface_architecture",
     "load_weights",
     "read_config",
+    "require_same_model",
     "state_from_huggingface",
     "state_to_huggingface",
 ]
@@ -113,10 +114,7 @@ def load_weights(path: Path | str, decoder: Decoder) -> None:
             ``decoder.model``.
     """
     folder = Path(path)
-    found = read_config(folder, decoder.model.seq_length)
-    differing = _differing_fields(found, decoder.model)
-    if differing:
-        raise CheckpointError(f"{folder} holds another model: " + "; ".join(differing))
+    require_same_model(folder, decoder.model)
     state = state_from_huggingface(dict(_tensors_of(folder)), decoder.model)
     parameters = dict(decoder.named_parameters())
     for name, tensor in state.items():
@@ -126,6 +124,17 @@ def load_weights(path: Path | str, decoder: Decoder) -> None:
     with torch.no_grad():
         for name, tensor in state.items():
             parameters[name].copy_(tensor)
+
+
+def require_same_model(folder: Path, model: ModelConfig) -> None:
+    """Compare the folder's config.json with ``model``; no weight is read.
+
+    Raises:
+        CheckpointError: it is no such folder, or its weights would compute another function.
+    """
+    differing = _differing_fields(read_config(folder, model.seq_length), model)
+    if differing:
+        raise CheckpointError(f"{folder} holds another model: " + "; ".join(differing))
 
 
 def _differing_fields(found: ModelConfig, wanted: ModelConfig) -> list[str]:

@@ -1,0 +1,48 @@
+"""Failures of torch that are nobody's bug, in words: no memory left, another process of the run gone."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.errors import DrivetrainError, EnvironmentFault
+
+__all__ = ["explain", "explained"]
+
+# What torch raises has no class of its own: these words are in the messages of version 2.13.
+_NO_MEMORY = ("can't allocate memory", "not enough memory")
+_NO_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Connection refused")
+
+
+def explain(error: BaseException) -> DrivetrainError | None:
+    """What ``error`` means to the user; None where it is not known to be anything but a bug."""
+    text = str(error)
+    first_line = text.strip().split("\n", 1)[0][:300]
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
+    ):
+        return EnvironmentFault(
+            f"out of memory ({first_line or type(error).__name__}); lower training.micro_batch_size, "
+            "model.seq_length or the model's size, or free memory"
+        )
+    if isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in _NO_PEER)
+    ):
+        # "[file:line] Read error [address]: Connection reset by peer. This is typically caused by ..."
+        said = re.sub(r"^\[[^\]]*\] *", "", first_line).split(". This is ")[0]
+        return EnvironmentFault(f"another process of the run has ended or cannot be reached ({said})")
+    return None
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise what :func:`explain` makes of an error in the block, in its place."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        meaning = explain(error)
+        if meaning is None:
+            raise
+        raise meaning from error

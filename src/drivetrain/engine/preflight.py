@@ -1,0 +1,28 @@
+"""What can be known to go wrong before a run exists: tried by the launcher, so that nothing is left behind."""
+
+from pathlib import Path
+
+import numpy as np
+
+from drivetrain.config import RunConfig
+from drivetrain.engine.data.corpus import Corpus
+from drivetrain.engine.data.sequences import Sequences
+from drivetrain.engine.model.huggingface import require_same_model
+
+__all__ = ["require_usable_inputs"]
+
+
+def require_usable_inputs(config: RunConfig, corpus: Corpus) -> None:
+    """Each split gives a sample, the transform takes one, the initial weights are of this model.
+
+    Held-out text is needed only after the last step, maybe days later: it is looked at now.
+
+    Raises:
+        DrivetrainError: what would have stopped the run.
+    """
+    seq_length, seed = config.model.seq_length, config.run.seed
+    Sequences(corpus, config.data, "train", seq_length, seed).batch(np.zeros(1, dtype=np.int64))
+    if config.training.eval_iters:
+        Sequences(corpus, config.data, "validation", seq_length, seed)
+    if config.checkpoint.initial_load_path is not None:
+        require_same_model(Path(config.checkpoint.initial_load_path), config.model)

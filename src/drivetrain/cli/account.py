@@ -47,6 +47,14 @@ def account(
     rules: Annotated[
         str | None, typer.Option("--rules", help="TOML of your own kernel-name rules, asked before ours.")
     ] = None,
+    kernels: Annotated[
+        int,
+        typer.Option(
+            "--kernels",
+            min=0,
+            help="Also list the N top kernels, matrix products and waits of the first trace.",
+        ),
+    ] = 0,
     html: Annotated[str | None, typer.Option("--html", help="Write a page to this file.")] = None,
     svg: Annotated[str | None, typer.Option("--svg", help="Write the waterfall to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -75,6 +83,10 @@ def account(
         from drivetrain.report.account_text import account_text
 
         typer.echo(account_text(made, title))
+        if kernels:
+            from drivetrain.cli.account_sources import kernels_of
+
+            typer.echo(kernels_of(sources, count=kernels, figures=figures, rules=rules))
 
 
 def _write(path: str, content: str) -> "Path":

@@ -18,7 +18,7 @@ from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.read import read_trace
 from drivetrain.trace.table import Trace
 
-__all__ = ["Figures", "make_account"]
+__all__ = ["Figures", "kernels_of", "make_account"]
 
 _SUFFIXES = (".json", ".json.gz")
 
@@ -75,6 +75,29 @@ def make_account(
     subject = run.path.name if run is not None else ", ".join(path.name for path in paths[:3])
     more = f" and {len(paths) - 3} more" if run is None and len(paths) > 3 else ""
     return account, f"Account of {subject}{more}"
+
+
+def kernels_of(sources: Sequence[str], *, count: int, figures: Figures, rules: str | None) -> str:
+    """Top kernels, matrix products, small operators and launch-bound stretches of the first trace, as text."""
+    from drivetrain.report.kernel_text import kernel_text
+    from drivetrain.trace.classify import classify
+    from drivetrain.trace.kernels import matrix_products, small_operators, top_kernels
+    from drivetrain.trace.launch_bound import launch_bound_stretches
+
+    run = _run_of(sources)
+    path = (_window_of(run) if run is not None else _files_of(sources))[0]
+    trace = read_trace(path)
+    classes = classify(trace, NameTable.load(user_file=rules) if rules is not None else None)
+    ceiling = _facts_of(run, figures).achievable
+    text = kernel_text(
+        top_kernels(trace, classes, count),
+        matrix_products(trace, classes),
+        small_operators(trace, classes),
+        launch_bound_stretches(trace, count),
+        count=count,
+        ceiling=None if ceiling is None else ceiling.value,
+    )
+    return f"\nkernels of {path.name}\n{text}"
 
 
 def _run_of(sources: Sequence[str]) -> Run | None:

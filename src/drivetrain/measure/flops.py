@@ -31,6 +31,7 @@ __all__ = [
     "attention_pairs",
     "forward_flops",
     "hardware_flops",
+    "matrix_product_flops",
     "model_flops",
 ]
 
@@ -66,6 +67,11 @@ class FlopCount:
         return FlopCount(
             self.matmul + other.matmul, self.attention + other.attention, self.logits + other.logits
         )
+
+
+def matrix_product_flops(batch: int, m: int, n: int, k: int) -> int:
+    """Multiplications and additions of ``batch`` products of (m, k) and (k, n) matrices: 2 * batch * m * n * k."""
+    return 2 * batch * m * n * k
 
 
 def attention_pairs(lengths: Iterable[int], causal: bool = True, window: int | None = None) -> float:

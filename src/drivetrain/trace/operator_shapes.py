@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain.measure.flops import matrix_product_flops
+
 __all__ = ["Product", "Tensor", "output_of", "product_of", "tensors_of"]
 
 # Sizes of the types the profiler writes, in bytes; names as in C++ and, in some versions, as in Python.
@@ -73,7 +75,7 @@ class Product:
     @property
     def operations(self) -> int:
         """Multiplications and additions executed: 2·batch·m·n·k."""
-        return 2 * self.batch * self.m * self.n * self.k
+        return matrix_product_flops(self.batch, self.m, self.n, self.k)
 
     @property
     def bytes(self) -> int:

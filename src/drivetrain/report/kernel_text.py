@@ -1,0 +1,86 @@
+"""What the kernels of one trace say, for a terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from drivetrain.trace.kernels import KernelTotal, MatrixProducts, SmallOperator
+from drivetrain.trace.launch_bound import LaunchBoundStretch
+
+__all__ = ["kernel_text"]
+
+_NAME = 64
+
+
+def kernel_text(
+    kernels: Sequence[KernelTotal],
+    products: MatrixProducts,
+    small: Sequence[SmallOperator],
+    stretches: Sequence[LaunchBoundStretch],
+    *,
+    count: int,
+    ceiling: float | None,
+) -> str:
+    """Four lists, at most ``count`` rows each, with what a row's figures mean above it.
+
+    Args:
+        ceiling: sustained matrix product of the device in FLOP/s, where it is known.
+    """
+    lines = [*_top(kernels[:count]), *_products(products, count, ceiling)]
+    lines += [*_small(small[:count]), *_stretches(stretches[:count])]
+    return "\n".join(lines)
+
+
+def _top(kernels: Sequence[KernelTotal]) -> Iterator[str]:
+    yield "top kernels, by summed duration (overlapping ones count each)"
+    for kernel in kernels:
+        notes = []
+        if kernel.leaves_multiprocessors_idle:
+            notes.append(f"{kernel.blocks} blocks on {kernel.multiprocessors} multiprocessors")
+        if kernel.occupancy is not None:
+            notes.append(f"occupancy {kernel.occupancy:.0%}")
+        yield (
+            f"  {kernel.total_ns / 1e6:10.3f} ms {kernel.share:6.1%} {kernel.count:6d}x  {kernel.kind:22} "
+            f"{_short(kernel.name)}{'  (' + ', '.join(notes) + ')' if notes else ''}"
+        )
+
+
+def _products(products: MatrixProducts, count: int, ceiling: float | None) -> Iterator[str]:
+    if not products.matmul_ns:
+        return
+    covered = products.covered_ns / products.matmul_ns
+    yield f"matrix products by shape (executed operations over device time; shapes cover {covered:.0%} of it)"
+    for shape in products.shapes[:count]:
+        rate = shape.flops_per_second
+        reached = "-" if rate is None else f"{rate / 1e12:.2f} TFLOP/s"
+        if rate is not None and ceiling is not None:
+            reached += f" ({rate / ceiling:.0%} of what the device sustains)"
+        product = shape.product
+        size = f"{product.batch}x{product.m}x{product.n}x{product.k} {product.dtype}"
+        notes = "".join(f"; {note}" for note in shape.shape_notes)
+        yield f"  {shape.total_ns / 1e6:10.3f} ms {shape.count:6d}x  {shape.operator:14} {size:34} {reached}{notes}"
+
+
+def _small(small: Sequence[SmallOperator]) -> Iterator[str]:
+    if not small:
+        return
+    yield "small operators between neighbours they could be merged with (an estimate from shapes)"
+    for operator in small:
+        yield (
+            f"  {operator.saved_bytes / 1e6:10.3f} MB {operator.count:6d}x  {operator.before} > {operator.operator} > "
+            f"{operator.after}  ({operator.kernel_ns / 1e6:.3f} ms)"
+        )
+
+
+def _stretches(stretches: Sequence[LaunchBoundStretch]) -> Iterator[str]:
+    if not stretches:
+        return
+    yield "stretches in which the device waited for launches"
+    for stretch in stretches:
+        named = ", ".join(f"{name} {waited / 1e6:.3f} ms" for name, waited in stretch.operators)
+        yield (
+            f"  {stretch.waiting_ns / 1e6:10.3f} ms of {(stretch.end_ns - stretch.start_ns) / 1e6:.3f} ms, "
+            f"{stretch.records} records: {named}"
+        )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME else name[: _NAME - 1] + "…"

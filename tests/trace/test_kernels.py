@@ -266,3 +266,9 @@ def test_an_eager_decode_is_one_long_launch_bound_stretch() -> None:
     stretch = launch_bound_stretches(trace)[0]
     assert stretch.waiting_ns > 0.8 * (stretch.end_ns - stretch.start_ns)
     assert stretch.operators[0][0] in ("aten::addmm", "vllm::moe_forward")
+
+
+def test_an_occupancy_of_0_is_the_profiler_s_word_for_unknown(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path, [kernel(GEMM, 0, 10, grid=[4, 4, 1], **{"est. achieved occupancy %": 0})])
+    (gemm,) = top_kernels(trace, classify(trace))
+    assert gemm.occupancy is None

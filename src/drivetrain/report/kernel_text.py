@@ -30,6 +30,8 @@ def kernel_text(
 
 
 def _top(kernels: Sequence[KernelTotal]) -> Iterator[str]:
+    if not kernels:
+        return
     yield "top kernels, by summed duration (overlapping ones count each)"
     for kernel in kernels:
         notes = []

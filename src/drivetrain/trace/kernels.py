@@ -105,7 +105,10 @@ def _blocks(arguments: Mapping[str, Any]) -> int | None:
 
 def _occupancy(arguments: Mapping[str, Any]) -> float | None:
     value = arguments.get("est. achieved occupancy %")
-    return float(value) / 100 if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # A kernel that ran occupied something: 0 is what the profiler writes when it does not know.
+    return float(value) / 100 if value > 0 else None
 
 
 def _multiprocessors(metadata: Mapping[str, Any], device: int) -> int | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from drivetrain.archive.account_file import MeanStep, mean_step_of
 from drivetrain.archive.dimensions import DIMENSIONS, Figure, RunFigures, figures_of
 from drivetrain.archive.encoding import SCHEMA
 from drivetrain.archive.reader import Run
@@ -32,6 +33,7 @@ class Comparison:
         configuration: leaf to its values, for leaves that differ.
         environment: dotted provenance key to its values, for keys that differ.
         fingerprints: of the data sets.
+        accounts: mean step of the newest profiled window of each run; None where there is none.
         warnings: why (a part of) the comparison does not hold.
     """
 
@@ -42,6 +44,17 @@ class Comparison:
     environment: Mapping[str, tuple[Any, ...]]
     fingerprints: tuple[str | None, ...]
     warnings: tuple[str, ...]
+    accounts: tuple[MeanStep | None, ...] = ()
+
+    def account_rows(self) -> Iterator[tuple[str, tuple[float | None, ...]]]:
+        """Each class that any account holds with its ns in the mean step of each run, then the whole step."""
+        known = [account for account in self.accounts if account is not None]
+        for name in dict.fromkeys(name for account in known for name in account.classes):
+            values = tuple(None if one is None else one.classes.get(name, 0.0) for one in self.accounts)
+            if any(values):
+                yield name, values
+        if known:
+            yield "step", tuple(None if one is None else one.window_ns for one in self.accounts)
 
     def rows(self) -> Iterator[tuple[Figure, tuple[float | None, ...], tuple[float | None, ...]]]:
         """Each figure with its values and their ratios to the first run's."""
@@ -77,6 +90,7 @@ class Comparison:
                 }
                 for figure, values, ratios in self.rows()
             ],
+            "account_ns": {name: list(values) for name, values in self.account_rows()},
             "configuration": {leaf: list(values) for leaf, values in self.configuration.items()},
             "environment": {key: list(values) for key, values in self.environment.items()},
             "dataset": {
@@ -121,6 +135,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         environment={key: values for key, values in environment.items() if not _all_equal(values)},
         fingerprints=fingerprints,
         warnings=tuple(warnings),
+        accounts=tuple(mean_step_of(run.path) for run in runs),
     )
 
 

@@ -38,6 +38,7 @@ def _compare(
         typer.echo(dumps(comparison.document(), indent=True).decode())
         return
     _print_dimensions(comparison)
+    _print_accounts(comparison)
     _print_differences("configuration", comparison.configuration, comparison)
     _print_differences("environment", comparison.environment, comparison)
     for warning in comparison.warnings:
@@ -76,6 +77,31 @@ def _print_dimensions(comparison: "Comparison") -> None:
                 cells.append("-" if ratio is None else f"{ratio:.3f}x")
         table.add_row(figure.dimension if figure.dimension != shown else "", figure.label, *cells)
         shown = figure.dimension
+    print_table(table)
+
+
+def _print_accounts(comparison: "Comparison") -> None:
+    """Where the mean profiled step of each run went, and by how much each class grew or shrank."""
+    from rich.table import Table
+
+    rows = list(comparison.account_rows())
+    if not rows:
+        return
+    typer.echo("")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("account, ms a step")
+    for index, letter in enumerate(_letters(comparison)):
+        table.add_column(letter, justify="right")
+        if index > 0:
+            table.add_column(f"{letter}-A", justify="right")
+    for name, values in rows:
+        cells = []
+        for index, value in enumerate(values):
+            cells.append("-" if value is None else f"{value / 1e6:,.3f}")
+            if index > 0:
+                unknown = value is None or values[0] is None
+                cells.append("-" if unknown else f"{(value - values[0]) / 1e6:+,.3f}")
+        table.add_row(name, *cells)
     print_table(table)
 
 

@@ -1,0 +1,79 @@
+"""``account.json`` of a run: the accounts of its profiled windows, as the account's own document."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.encoding import SCHEMA, read_document
+from drivetrain.errors import RunError
+
+__all__ = ["ACCOUNT_FILE", "MeanStep", "mean_step_of", "newest_account"]
+
+ACCOUNT_FILE = "account.json"
+UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True)
+class MeanStep:
+    """The mean step of a window: mean over its steps (the first recorded one left out where there are others) and
+    then over its ranks. Classes and ``unexplained`` add up to the window."""
+
+    first: int
+    last: int
+    window_ns: float
+    classes: Mapping[str, float]
+
+
+def newest_account(run_path: Path) -> dict[str, Any] | None:
+    """The newest window's entry ``{first, last, account}``; None where the run was never profiled.
+
+    Raises:
+        RunError: the file is damaged, or of a newer version.
+    """
+    path = run_path / ACCOUNT_FILE
+    if not path.is_file():
+        return None
+    document = read_document(path)
+    windows = document.get("windows")
+    if document.get("schema") != SCHEMA or not isinstance(windows, list) or not windows:
+        raise RunError(
+            f"{path} is damaged or of another version; make it again with: drivetrain account {run_path}"
+        )
+    entry = windows[-1]
+    assert isinstance(entry, dict)
+    return entry
+
+
+def mean_step_of(run_path: Path) -> MeanStep | None:
+    """The mean step of the newest window; None where there is none, or it holds no steps.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    entry = newest_account(run_path)
+    if entry is None:
+        return None
+    try:
+        ranks = [_mean(rank["steps"]) for rank in entry["account"]["ranks"] if rank["steps"]]
+        first, last = int(entry["first"]), int(entry["last"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{run_path / ACCOUNT_FILE} is damaged: {error!r}; make it again from the traces"
+        ) from error
+    if not ranks:
+        return None
+    names = list(dict.fromkeys(name for rank in ranks for name in rank))
+    merged = {name: statistics.fmean(rank.get(name, 0.0) for rank in ranks) for name in names}
+    return MeanStep(first, last, merged.pop("window_ns"), merged)
+
+
+def _mean(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    steady = steps[1:] or steps
+    columns = [
+        {**step["classes"], UNEXPLAINED: step["unexplained_ns"], "window_ns": step["window_ns"]}
+        for step in steady
+    ]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    return {name: statistics.fmean(column.get(name, 0) for column in columns) for name in names}

@@ -1,0 +1,55 @@
+"""The account of a run's profiled window: its mean step, and two runs' accounts side by side."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drivetrain.archive.account_file import mean_step_of
+from drivetrain.errors import RunError
+
+
+def step(number: int, matmul: int, idle: int, unexplained: int = 0) -> dict[str, object]:
+    classes = {name: ns for name, ns in (("compute.matmul", matmul), ("idle", idle)) if ns}
+    return {
+        "step": number,
+        "classes": classes,
+        "unexplained_ns": unexplained,
+        "window_ns": matmul + idle + unexplained,
+    }
+
+
+def write(folder: Path, ranks: list[list[dict[str, object]]]) -> Path:
+    account = {"ranks": [{"rank": index, "steps": steps} for index, steps in enumerate(ranks)]}
+    document = {"schema": 1, "windows": [{"first": 4, "last": 6, "account": account}]}
+    (folder / "account.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_the_mean_step_leaves_the_first_out_and_closes(tmp_path: Path) -> None:
+    rank0 = [step(4, 9_000, 9_000), step(5, 100, 20, 4), step(6, 300, 0)]
+    rank1 = [step(4, 9_000, 9_000), step(5, 200, 40), step(6, 200, 0)]
+    mean = mean_step_of(write(tmp_path, [rank0, rank1]))
+    assert mean is not None
+    assert (mean.first, mean.last) == (4, 6)
+    assert mean.classes == {"compute.matmul": 200, "idle": 15, "unexplained": 1}
+    assert mean.window_ns == sum(mean.classes.values())
+
+
+def test_a_single_step_stands_for_itself(tmp_path: Path) -> None:
+    mean = mean_step_of(write(tmp_path, [[step(4, 70, 30)]]))
+    assert mean is not None
+    assert mean.window_ns == 100
+
+
+def test_a_run_that_was_never_profiled_has_none(tmp_path: Path) -> None:
+    assert mean_step_of(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"schema": 9, "windows": [1]}', '{"schema": 1, "windows": [{"first": 1}]}']
+)
+def test_a_damaged_account_is_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "account.json").write_text(content)
+    with pytest.raises(RunError, match=r"account\.json"):
+        mean_step_of(tmp_path)

@@ -49,7 +49,14 @@ PARALLEL_GROUPS: tuple[str, ...] = ("dp", "tp", "pp", "cp", "ep", "world", "unkn
 COMMUNICATION_PARTS: tuple[str, ...] = ("transfer", "wait", "unsplit")
 """Parts of a collective. Bytes that move take the time that another collective only waits in."""
 
-COPY_CLASSES: tuple[str, ...] = ("copy.h2d", "copy.d2h", "copy.d2d", "copy.offload", "copy.memset", "copy.other")
+COPY_CLASSES: tuple[str, ...] = (
+    "copy.h2d",
+    "copy.d2h",
+    "copy.d2d",
+    "copy.offload",
+    "copy.memset",
+    "copy.other",
+)
 
 UNCLASSIFIED = "unclassified"
 """Device work of which nothing says whether it computes or communicates."""
@@ -285,6 +292,8 @@ class Account:
     absent_ranks: tuple[int, ...] = ()
     """Ranks of the job of which there is no trace."""
     world_size: int | None = None
+    name_table: str = ""
+    """Version and digest of the tables that classed the names: accounts with the same text compare by name."""
 
     @property
     def bus_bandwidths(self) -> Mapping[tuple[str, str], float]:

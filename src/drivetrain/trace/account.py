@@ -158,6 +158,7 @@ def account_of(
         clock_offsets_ns=comparison.offsets_ns if comparison else {},
         absent_ranks=absent,
         world_size=world_size,
+        name_table=table.identity,
     )
 
 

@@ -99,8 +99,8 @@ def _print_accounts(comparison: "Comparison") -> None:
         for index, value in enumerate(values):
             cells.append("-" if value is None else f"{value / 1e6:,.3f}")
             if index > 0:
-                unknown = value is None or values[0] is None
-                cells.append("-" if unknown else f"{(value - values[0]) / 1e6:+,.3f}")
+                first = values[0]
+                cells.append("-" if value is None or first is None else f"{(value - first) / 1e6:+,.3f}")
         table.add_row(name, *cells)
     print_table(table)
 

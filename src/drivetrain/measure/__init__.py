@@ -12,6 +12,9 @@ imports torch, reads a run directory, starts a process or draws anything.
 * ``ceilings`` – what this machine was measured to reach
 * ``metrics`` – the registry of metric keys
 * ``clock`` – step times to throughput: steady and wall
+* ``intervals`` – exact interval algebra in integer nanoseconds
+* ``account`` – the records of an account, which cannot fail to close
+* ``waterfall`` – 100 points of peak, split into MFU and every loss
 * ``statistics`` – percentiles, and ratios with an interval
 * ``bigram`` – the baseline a language model has to beat
 """

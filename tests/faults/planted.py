@@ -17,10 +17,11 @@ from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.parallel.data_parallel import DataParallel
 from drivetrain.engine.parallel.process_group import PendingSum, ProcessGroup, Ranks
 from drivetrain.engine.step import StepFigures, Stepper
+from drivetrain.engine.stop import StopRequest
 from drivetrain.engine.training_run import TrainingRun
 from rank_processes import on_ranks
 
-__all__ = ["Fault", "PlantedRun", "planted_run"]
+__all__ = ["Fault", "Place", "PlantedRun", "planted_run"]
 
 Place = Literal["fetch", "sync", "forward", "break"]
 
@@ -130,8 +131,8 @@ def _train(path: Path, fault: Fault) -> dict[int, float]:
     def faulty(*arguments: Any) -> TrainingRun:
         return _with_fault(assemble(*arguments), sleeper)
 
-    with mock.patch.object(worker, "assemble", faulty):
-        worker.work(path, ranks)
+    with mock.patch.object(worker, "assemble", faulty), StopRequest() as stop:
+        worker.work(path, ranks, stop)
     return sleeper.slept_s
 
 

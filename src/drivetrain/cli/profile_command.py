@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.archive.encoding import SCHEMA
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
@@ -44,16 +45,17 @@ def run_profile(
     world_size = num_processes or loaded.config.parallelism.data_parallel_size or 1
     refuse_broken_rules(loaded, world_size)
     profiler, training = loaded.config.profiler, loaded.config.training
-    print(
-        f"a new run of {training.train_iters} steps, of which {profiler.profile_step_start} to "
-        f"{profiler.profile_step_end - 1} are profiled",
-        file=sys.stderr,
-    )
+    first, last = profiler.profile_step_start, profiler.profile_step_end - 1
+    steps_text = f"step {first} is" if first == last else f"steps {first} to {last} are"
+    print(f"a new run of {training.train_iters} steps, of which {steps_text} profiled", file=sys.stderr)
     path = new_run(loaded, world_size)
     summary = train_to_end(path, world_size)
     if summary is None:
         return 1
-    document = _document(open_run(path), summary)
+    run = open_run(path)
+    document = _document(run, summary)
+    if document["window"] is not None:
+        _account(run, document, as_json=as_json)
     if as_json:
         show_document(document)
     else:
@@ -95,14 +97,36 @@ def _document(run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:
     window = _last(events, "profile")
     overhead = _last(events, "profile_overhead")
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "run": str(run.path),
         "status": summary["status"],
         "window": window,
+        "account": None,
         "files": [str(run.path / window["path"] / name) for name in window["file_bytes"]] if window else [],
         "overhead": overhead,
         "training": dict(summary),
     }
+
+
+def _account(run: Run, document: dict[str, Any], *, as_json: bool) -> None:
+    """Write the window's ``account.json``; the traces are there, whatever becomes of their account."""
+    from drivetrain.archive.atomic import write_json
+    from drivetrain.cli.account_sources import Figures, make_account
+
+    try:
+        account, title = make_account([str(run.path)], step_window="device", figures=Figures(), rules=None)
+        window = document["window"]
+        entry = {"first": window["first"], "last": window["last"], "account": account.to_document()}
+        path = run.path / "account.json"
+        write_json(path, {"schema": SCHEMA, "windows": [entry]})
+    except DrivetrainError as error:
+        print(f"no account: {error}", file=sys.stderr)
+        return
+    document["account"] = str(path)
+    if not as_json:
+        from drivetrain.report.account_text import account_text
+
+        print(account_text(account, title))
 
 
 def _last(events: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any] | None:
@@ -118,8 +142,8 @@ def _last(events: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any] | No
 
 
 def _say(document: Mapping[str, Any]) -> None:
-    """Traces on stdout, one a line, so that they can be handed on; the rest was said while it happened."""
-    for file in document["files"]:
-        print(file)
+    """Where the files are; the rest was said while it happened."""
+    for file in [*document["files"], *([document["account"]] if document["account"] else [])]:
+        print(f"wrote {file}", file=sys.stderr)
     if document["window"] is None:
         print(f"no step was profiled; the run {document['status']}", file=sys.stderr)

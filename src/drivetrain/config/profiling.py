@@ -23,8 +23,9 @@ class ProfilerConfig(Section):
     """Traces hold the shapes of each operator's operands; achieved FLOP/s and bandwidth need them."""
     with_stack: bool = False
     """Traces hold the Python line of each operator. Costs time and makes files several times larger."""
-    file_size_limit_bytes: Count = Field(default=256 * 2**20, ge=1, le=2**63 - 1)
-    """Size of one rank's trace on the disk; the window is shortened to the steps that fit."""
+    file_size_limit_bytes: Count = Field(default=64 * 2**20, ge=1, le=2**63 - 1)
+    """Size of one rank's trace on the disk; the window is shortened to the steps that fit. While it is
+    written the process holds about a hundred times as much memory."""
 
     def profiled_ranks(self, world_size: int) -> tuple[int, ...]:
         """The numbers in profile_ranks, ascending; all of ``world_size`` where it says so."""

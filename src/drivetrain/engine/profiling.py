@@ -28,7 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from drivetrain.archive.encoding import SCHEMA
-from drivetrain.engine.trace_file import export_trace, trace_bytes
+from drivetrain.engine.trace_file import export_trace, remove_leftovers, trace_bytes
 from drivetrain.engine.training_run import TrainingRun
 from drivetrain.errors import DrivetrainError
 
@@ -96,6 +96,8 @@ class ProfileWindow:
         return ["profile"] if self._recording is not None else []
 
     def __enter__(self) -> Self:
+        if self._run.group.is_main:
+            remove_leftovers(self._folder)
         plan = self._plan
         earliest = self._run.recorder.clock.warmup_steps + self._run.progress.step + 1
         if plan is not None and plan.trial < earliest:
@@ -174,6 +176,8 @@ class ProfileWindow:
         if self._profiled:
             self._profiler = _new_profiler(run)
             self._profiler.prepare_trace()
+        # A collective under way would be half in the trace of one rank and not in another's.
+        run.recorder.settle()
         _wait_for_device(run.device.torch_device)
         run.group.barrier()
         if self._profiler is not None:
@@ -231,6 +235,7 @@ class ProfileWindow:
     def _finish(self, plan: WindowPlan) -> None:
         """Write the traces of the steps of ``plan``, and the event."""
         run = self._run
+        run.recorder.settle()
         work = self._work_done()
         if self._profiler is not None:
             about = {**_about(run, plan), **work}
@@ -343,8 +348,8 @@ def _about(run: TrainingRun, plan: WindowPlan) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "first": plan.first,
         "last": plan.last,
-        # Each dimension of the layout with its groups of ranks.
-        "mesh": {"dp": [list(range(ranks.world_size))]},
+        # Sizes of the parallel dimensions, the fastest varying over ranks first; they multiply to world_size.
+        "layout": {"dp": ranks.world_size},
         "device": {"type": run.device.type, "name": run.device.name},
         "params_dtype": config.precision.params_dtype,
         "num_threads": torch.get_num_threads(),

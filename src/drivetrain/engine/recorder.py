@@ -77,6 +77,7 @@ class Recorder:
         self.clock = StepClock()
         self.last_loss: float | None = None
         self.diverged_at: int | None = None
+        self.diverged_in = ""
         self._config = config
         self._group = group
         self._device = device
@@ -103,6 +104,11 @@ class Recorder:
         if self._pending is not None and self._pending.ended is None:
             self._pending = replace(self._pending, ended=mark(self._device))
 
+    def settle(self) -> None:
+        """Return when the collective of the pending step is over on this rank; its record is unchanged."""
+        if self._pending is not None and self._pending.work is not None:
+            self._pending.work.wait()
+
     def flush(self, progress: Progress) -> None:
         """Record the step that is still pending, waiting for the device if need be."""
         with record_function("drivetrain/log"):
@@ -118,10 +124,15 @@ class Recorder:
             if pending.work is not None:
                 pending.work.wait()
             loss = float(pending.global_loss_sum.item()) / max(figures.valid_tokens, 1)
+            grad_norm = float(figures.grad_norm.item())
             duration_s = elapsed_s(figures.started, pending.ended)
         self.last_loss = loss
-        if not math.isfinite(loss) and self.diverged_at is None:
-            self.diverged_at = counters.step
+        if self.diverged_at is None:
+            # A gradient that is not finite has made the weights so, one step before the loss shows it.
+            for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+                if not math.isfinite(value):
+                    self.diverged_at, self.diverged_in = counters.step, what
+                    break
         smoothed = progress.smooth(loss) if math.isfinite(loss) else None
         exposed_s = elapsed_s(*figures.exposed_wait) if figures.exposed_wait is not None else None
         model, squares = self._config.model, figures.sum_squared_lengths

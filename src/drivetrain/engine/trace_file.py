@@ -13,7 +13,7 @@ from torch.profiler import profile
 
 from drivetrain.archive.atomic import sync_folder, write_fault
 
-__all__ = ["export_trace", "trace_bytes"]
+__all__ = ["export_trace", "remove_leftovers", "trace_bytes"]
 
 _COMPRESSION = 2
 _GZIP_WINDOW_BITS = 31
@@ -46,11 +46,17 @@ def trace_bytes(profiler: profile, folder: Path) -> int:
         return temporary.stat().st_size
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a process that was killed while it exported has left anywhere in ``folder``."""
+    for leftover in folder.rglob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _compressed(profiler: profile, path: Path) -> Iterator[Path]:
     """The compressed trace under a temporary name beside ``path``, removed at the end unless it was renamed."""
     token = f"{os.getpid()}-{secrets.token_hex(8)}"
-    plain, temporary = path.with_name(f".{token}.json"), path.with_name(f".{path.name}.{token}.tmp")
+    plain, temporary = path.with_name(f".{token}.plain.tmp"), path.with_name(f".{token}.packed.tmp")
     try:
         # Torch's own compression is ten times slower, and writes to the final name while it goes.
         profiler.export_chrome_trace(str(plain))

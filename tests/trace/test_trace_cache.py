@@ -85,10 +85,18 @@ def test_a_damaged_cache_is_not_believed(trace_file: Path, damage: str, name: st
     assert_equal(read_trace(trace_file), first)
 
 
-def test_a_folder_that_cannot_be_written_uses_the_users_cache(trace_file: Path, tmp_path: Path) -> None:
-    # A file where the folder would be: also root, who may write anywhere, cannot make it.
-    (trace_file.parent / ".drivetrain-cache").write_bytes(b"")
+@pytest.mark.parametrize("how", ["mode", "obstacle"])
+def test_a_folder_that_cannot_be_written_uses_the_users_cache(
+    trace_file: Path, tmp_path: Path, how: str
+) -> None:
+    beside = trace_file.parent / ".drivetrain-cache"
+    if how == "mode":
+        trace_file.parent.chmod(0o555)  # the superuser could write all the same, and must not
+    else:
+        beside.write_bytes(b"")
     first = read_trace(trace_file)
+    trace_file.parent.chmod(0o755)
+    assert not beside.is_dir()
     assert len(folders(tmp_path / "user" / "traces")) == 1
     assert_equal(read_trace(trace_file), first)
 

@@ -132,10 +132,16 @@ class EventTable:
         return self.category <= np.uint8(Category.MEMSET)
 
     @classmethod
+    def of(cls, columns: Mapping[str, NDArray[Any]], texts: Mapping[str, tuple[str, ...]]) -> Self:
+        """The table of these columns and text tables, which are checked for their lengths and dtypes."""
+        parts: dict[str, Any] = {**columns, **texts}
+        return cls(**parts)
+
+    @classmethod
     def empty(cls) -> Self:
         """A table without rows."""
         columns = {column: np.empty(0, dtype) for column, dtype in COLUMN_DTYPES.items()}
-        return cls(**columns, **dict.fromkeys(TEXT_TABLES, ()))  # type: ignore[arg-type]
+        return cls.of(columns, dict.fromkeys(TEXT_TABLES, ()))
 
 
 assert {field.name for field in fields(EventTable)} == {*COLUMN_DTYPES, *TEXT_TABLES}

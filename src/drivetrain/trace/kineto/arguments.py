@@ -82,5 +82,5 @@ def _spans(text: bytes) -> list[tuple[int, int]]:
         count = len(msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw]))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return salvage(text, Counter()).spans
-    spans = split_objects(text).spans
+    spans = split_objects(text)
     return spans if len(spans) == count else salvage(text, Counter()).spans

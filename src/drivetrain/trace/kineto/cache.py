@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -57,8 +58,17 @@ def _folders(path: Path) -> Iterator[Path]:
     yield cache_folder() / "traces"
 
 
+def _writable(folder: Path) -> bool:
+    """Whether a new file may be put in a folder. The superuser may everywhere, but is not asked to."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return False
+    return bool(mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)) and os.access(folder, os.W_OK)
+
+
 def _crc(array: NDArray[Any]) -> int:
-    return isal_zlib.crc32(memoryview(array).cast("B")) if array.size else 0
+    return isal_zlib.crc32(array.view(np.uint8).data) if array.size else 0
 
 
 def load(path: Path, key: str) -> CachedTrace | None:
@@ -94,6 +104,8 @@ def store(
         The folder; None where no cache can be written, which costs only time.
     """
     for folder in _folders(path):
+        if folder.parent == path.parent and not _writable(path.parent):
+            continue
         target = folder / key
         temporary = folder / f".{key[:16]}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:

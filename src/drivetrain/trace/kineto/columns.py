@@ -206,7 +206,7 @@ class ColumnBuilder:
         missing = starts == INVALID
         if missing.any():
             self.found["missing_timestamp"] += int(missing.sum())
-            kept = np.flatnonzero(~missing)
+            kept = np.flatnonzero(~missing).tolist()
             records = [records[row] for row in kept]
             indices, starts, durations = indices[kept], starts[kept], durations[kept]
         unknown = durations == INVALID
@@ -255,8 +255,8 @@ class ColumnBuilder:
     def _device(self, records: Sequence[Record], arguments: Sequence[Arguments]) -> NDArray[np.int64]:
         device = self._integers([one.device for one in arguments])
         on_device = _ON_DEVICE[self._parts["category"][-1]]
-        unknown = np.flatnonzero(on_device & (device == -1))
-        if len(unknown):
+        unknown = np.flatnonzero(on_device & (device == -1)).tolist()
+        if unknown:
             # The projections of ranges have no such argument; device records' process is the device.
             device[unknown] = self._integers([records[row].pid for row in unknown])
         fits = on_device & (device >= 0) & (device < 1 << 20)
@@ -274,7 +274,7 @@ class ColumnBuilder:
         return payload
 
     def _collective_ranges(self, records: Sequence[Record]) -> Iterable[int]:
-        annotations = np.flatnonzero(self._parts["category"][-1] == Category.ANNOTATION)
+        annotations = np.flatnonzero(self._parts["category"][-1] == Category.ANNOTATION).tolist()
         return [row for row in annotations if str(records[row].name).startswith(_COLLECTIVE_RANGES)]
 
     def _group(self, arguments: Sequence[Arguments]) -> NDArray[np.int64]:

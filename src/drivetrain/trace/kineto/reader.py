@@ -90,7 +90,7 @@ def _read(
     clipped_ns = mend_streams(columns, found)
     if clipped_ns:
         details["clipped_duration"] = f" ({clipped_ns:,} ns were cut off)"
-    table = EventTable(**columns, **texts)
+    table = EventTable.of(columns, texts)
     observe(table, found)
     health = findings(found, details)
     partial = _broken(stream, source)
@@ -196,7 +196,7 @@ def _restored(path: Path, arrays: dict[str, NDArray[Any]], document: dict[str, A
         format=document["format"],
         rank=rank,
         world_size=document["world_size"],
-        events=EventTable(**columns, **texts),
+        events=EventTable.of(columns, texts),
         metadata=metadata,
         health=(*store.findings_from_json(document["health"]), *_job_findings(metadata, rank)),
         partial=document["partial"],

@@ -75,6 +75,6 @@ def record_of(document: Mapping[str, Any]) -> Record:
                     known[field.name] = _raw(value)
                 elif (scalar := _scalar(value)) is not None:
                     known[field.name] = scalar
-    members = {key: _scalar(document.get(key)) for key in ("ph", "cat", "name", "pid", "tid")}
-    times = {key: _raw(document[key]) for key in ("ts", "dur") if key in document}
-    return Record(**members, **times, args=Arguments(**known) if known else None)
+    members: dict[str, Any] = {key: _scalar(document.get(key)) for key in ("ph", "cat", "name", "pid", "tid")}
+    members |= {key: _raw(document[key]) for key in ("ts", "dur") if key in document}
+    return Record(**members, args=Arguments(**known) if known else None)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from drivetrain.trace.kineto.records import Record, is_record, record_of
-from drivetrain.trace.kineto.scanning import object_end, record_starts, split_objects
+from drivetrain.trace.kineto.scanning import next_object, object_end, record_starts
 
 __all__ = ["Salvaged", "arguments_of", "read_one", "repaired", "salvage"]
 
@@ -24,6 +24,8 @@ _WORD: Final = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _DECODER: Final = msgspec.json.Decoder(Record)
+_MOST_CANDIDATE_BYTES: Final = 1 << 14
+"""Longest record looked for behind a damaged one."""
 _MOST_CONTROL: Final = b"\n\r\t"
 
 
@@ -103,9 +105,9 @@ def read_one(text: bytes, found: Counter[str]) -> Record | None:
 
 def arguments_of(text: bytes) -> dict[str, Any]:
     """All of a record's arguments; empty where they cannot be read."""
-    for candidate in (text, repaired(text, Counter())):
+    for mended in (False, True):
         try:
-            document = msgspec.json.decode(candidate)
+            document = msgspec.json.decode(repaired(text, Counter()) if mended else text)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         arguments = document.get("args") if isinstance(document, dict) else None
@@ -116,7 +118,8 @@ def arguments_of(text: bytes) -> dict[str, Any]:
 def _next_record(text: bytes, start: int) -> int | None:
     """Where from ``start`` the next record begins that is whole and reads; None: nowhere."""
     for position in record_starts(text, start):
-        end = object_end(text, position)
+        # Bounded, as each candidate with a quote missing would be scanned to the end of the text.
+        end = object_end(text, position, limit=_MOST_CANDIDATE_BYTES)
         if end is not None:
             record = read_one(text[position:end], Counter())
             if record is not None and is_record(record):
@@ -133,35 +136,29 @@ def salvage(text: bytes, found: Counter[str]) -> Salvaged:
     """
     result = Salvaged()
     start = 0
+    hopeless = False  # nothing that reads follows any more: look no further at every damaged record
     while True:
-        split = split_objects(text, start)
-        bad = _read_all(text, split.spans, result, found)
-        if bad is not None:
-            # A quote or a bracket is missing: what was taken for one object may hold several.
-            found["lost_record"] += 1
-            following = _next_record(text, bad[0] + 1)
-            start = bad[1] if following is None else following
-        elif split.open_at is None:
-            result.closed_at = split.closed_at
+        place, begin, end = next_object(text, start)
+        if place == "closed":
+            result.closed_at = begin
             return result
-        else:
-            following = _next_record(text, split.open_at + 1)
-            if following is None:
-                # Nothing whole follows here; the record goes on in the next piece, or the file ends in it.
-                result.open_at = split.open_at
-                return result
-            found["lost_record"] += 1
+        if place == "end":
+            return result
+        record = read_one(text[begin:end], found) if place == "object" else None
+        if record is not None:
+            result.records.append(record)
+            result.spans.append((begin, end))
+            start = end
+            continue
+        # A quote or a bracket is missing: what was taken for one object may hold several.
+        following = None if hopeless else _next_record(text, begin + 1)
+        hopeless = following is None
+        if following is not None:
             start = following
-
-
-def _read_all(
-    text: bytes, spans: list[tuple[int, int]], result: Salvaged, found: Counter[str]
-) -> tuple[int, int] | None:
-    """Read objects into ``result`` up to the first that cannot be read, whose span is returned."""
-    for begin, end in spans:
-        record = read_one(text[begin:end], found)
-        if record is None:
-            return begin, end
-        result.records.append(record)
-        result.spans.append((begin, end))
-    return None
+        elif place == "object":
+            start = end
+        else:
+            # The record goes on in the next piece, or the file ends in it.
+            result.open_at = begin
+            return result
+        found["lost_record"] += 1

@@ -1,11 +1,11 @@
 """The bytes of a trace, plain or gzipped, in blocks; a broken gzip stream gives what comes before the break."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from isal import isal_zlib
+from isal import igzip_lib, isal_zlib
 
 from drivetrain.errors import DataError
 
@@ -20,6 +20,9 @@ _SALVAGE_BYTES: Final = 64
 _GZIP: Final = b"\x1f\x8b"
 _GZIP_WINDOW: Final = 31
 _HEAD_BYTES: Final = 1 << 16
+
+
+_DAMAGED: Final[tuple[type[Exception], ...]] = (igzip_lib.IsalError, zlib.error)
 
 
 class _Inflater(Protocol):
@@ -66,7 +69,7 @@ class Source:
                 break
         return head[:_HEAD_BYTES]
 
-    def blocks(self) -> Iterator[bytes]:
+    def blocks(self) -> Generator[bytes, None, None]:
         """The uncompressed content.
 
         Raises:
@@ -98,7 +101,7 @@ class Source:
             for block in self._members(file, size, _fast_inflater, _COMPRESSED_BYTES):
                 given += len(block)
                 yield block
-        except (isal_zlib.error, zlib.error):
+        except _DAMAGED:
             # The call that met the break gave nothing. Once more with the standard library, in small bites.
             file.seek(0)
             yield from self._salvaged(file, size, given)
@@ -133,7 +136,7 @@ class Source:
                     inflater = new_inflater()
                 try:
                     block = inflater.decompress(data)
-                except (isal_zlib.error, zlib.error):
+                except _DAMAGED:
                     if gathered:
                         yield b"".join(gathered)
                     raise

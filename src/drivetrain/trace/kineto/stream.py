@@ -16,16 +16,13 @@ import msgspec
 
 from drivetrain.trace.kineto.records import Record
 from drivetrain.trace.kineto.salvage import salvage
-from drivetrain.trace.kineto.scanning import last_boundary, last_match, object_end
+from drivetrain.trace.kineto.scanning import last_boundary, last_match, object_end, record_starts
 
 __all__ = ["Document", "EventStream", "Piece"]
 
 _BOM: Final = b"\xef\xbb\xbf"
 _EVENTS_KEY: Final = re.compile(rb'"traceEvents"\s*:\s*\[')
 _EVENT_LIST: Final = re.compile(rb"\s*\[\s*(?=\{|\]|$)")
-_LOOKS_LIKE_EVENTS: Final = re.compile(
-    rb'\{\s*(?:"(?:cat|name|pid|tid|ts|dur)"\s*:\s*[^{}\[\],]*,\s*)*"ph"\s*:\s*"[A-Za-z]"'
-)
 _ARRAY_END: Final = re.compile(rb"\}\s*\]")
 _AFTER_ARRAY: Final = re.compile(rb'\s*(?:,\s*"|\}|\{|\[|\Z)')
 _MOST_HEAD_BYTES: Final = 1 << 24
@@ -113,11 +110,11 @@ class EventStream:
             key = _EVENT_LIST.match(self._text) or _EVENTS_KEY.search(self._text)
             if key is not None or len(self._text) > _MOST_HEAD_BYTES or not self._more():
                 break
-        bare = _LOOKS_LIKE_EVENTS.search(self._text, 0, key.start() if key else len(self._text))
+        bare = next(record_starts(self._text, 0, key.start() if key else len(self._text)), None)
         if bare is not None:
             # The key, or the end of the document before, is damaged.
             self.found["damaged_header"] += 1
-            self.documents.append(Document(head=self._drop(bare.start())))
+            self.documents.append(Document(head=self._drop(bare)))
         elif key is not None:
             head = self._drop(key.end())
             self.documents.append(Document(head=head[: key.start()]))

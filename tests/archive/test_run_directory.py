@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -380,3 +383,20 @@ def test_a_line_that_is_no_event_is_an_error_that_names_it(make_run: MakeRun, li
 def test_names_that_are_no_utf_8_are_kept_readable(make_run: MakeRun) -> None:
     with make_run(provenance={"command": ["drivetrain", "train", "caf\udce9.toml"]}) as writer:
         assert open_run(writer.path).manifest["provenance"]["command"][2] == "caf\\udce9.toml"
+
+
+def test_a_run_is_read_whatever_the_locale(make_run: MakeRun) -> None:
+    with make_run(overrides=("data.data_path=caf\u00e9",)) as writer:
+        pass
+    code = (
+        "import sys; from drivetrain.archive.reader import open_run; "
+        "run = open_run(sys.argv[1]); print(ascii(run.raw_config()['data']['data_path']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(writer.path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    )
+    assert done.stdout.strip() == r"'caf\xe9'", done.stderr

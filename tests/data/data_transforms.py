@@ -43,3 +43,7 @@ def negative(ids: Ids) -> Ids:
 
 def fail(ids: Ids) -> Ids:
     raise KeyError("no such thing")
+
+
+def leave(ids: Ids) -> Ids:
+    raise SystemExit(3)

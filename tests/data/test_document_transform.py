@@ -69,6 +69,7 @@ def test_documents_are_transformed_whole_and_the_corpus_stays_as_it_is(corpus: C
         ("beyond", r"returned id 1000000 at position 0, outside model\.vocab_size = 100"),
         ("negative", "returned id -2 at position 0"),
         ("fail", "raised KeyError: 'no such thing'"),
+        ("leave", "raised SystemExit: 3"),
     ],
 )
 def test_a_broken_contract_names_the_callable_and_the_document(

@@ -96,7 +96,7 @@ class Run:
         """``config.toml`` as plain tables: cheap, and readable whatever version of the schema wrote it."""
         path = self._config_path()
         try:
-            return tomllib.loads(path.read_text())
+            return tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise RunError(f"{path} is damaged: {error}") from error
 

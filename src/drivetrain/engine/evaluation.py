@@ -18,13 +18,13 @@ class Evaluation:
     """Result of one evaluation.
 
     Attributes:
-        loss: cross-entropy in nats per valid token.
+        loss: cross-entropy in nats per valid token; None where no token carries loss.
         bits_per_byte: the same in bits, per byte of the predicted text; None where the tokenizer does not
             say how many bytes a token stands for.
         tokens: valid tokens evaluated, over all ranks.
     """
 
-    loss: float
+    loss: float | None
     bits_per_byte: float | None
     tokens: int
 
@@ -59,7 +59,7 @@ def evaluate(
     tokens, text_bytes = group.start_sum([tokens, text_bytes]).wait()
     nats = float(loss_sum.item())
     return Evaluation(
-        loss=nats / max(tokens, 1),
+        loss=nats / tokens if tokens else None,
         bits_per_byte=nats / math.log(2) / text_bytes if text_bytes else None,
         tokens=tokens,
     )

@@ -72,7 +72,8 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
             if saves:
                 run.save(progress)
                 saved_at = progress.step
-            if due(config.training.eval_interval, progress.step) and progress.step < last_step:
+            evaluates = config.training.eval_iters > 0 and due(config.training.eval_interval, progress.step)
+            if evaluates and progress.step < last_step:
                 validation = run.evaluate(progress)
             if figures.stop_votes:
                 break
@@ -80,7 +81,8 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
 
     if recorder.diverged_at is not None:
         # The weights hold non-finite numbers by now: nothing worth saving, the last checkpoint is older.
-        return Outcome("diverged", f"the loss at step {recorder.diverged_at} is not finite", validation)
+        reason = f"the {recorder.diverged_in} at step {recorder.diverged_at} is not finite"
+        return Outcome("diverged", reason, validation)
     if saved_at != progress.step:
         run.save(progress)
     if progress.step < last_step:

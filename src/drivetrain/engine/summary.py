@@ -33,6 +33,9 @@ def summarise(
             else f"the run was {outcome.status} before its first evaluation"
         )
         reasons |= dict.fromkeys(("validation_loss", "validation_bits_per_byte"), why)
+    elif validation.loss is None:
+        why = "no token of the held-out text carries loss"
+        reasons |= dict.fromkeys(("validation_loss", "validation_bits_per_byte"), why)
     elif validation.bits_per_byte is None:
         reasons["validation_bits_per_byte"] = run.corpus.token_byte_lengths().reason
     return {

@@ -138,10 +138,9 @@ class TrainingRun:
             tokens=result.tokens,
             batches=loader.num_steps,
         )
+        loss = f"{result.loss:.4f}" if result.loss is not None else "unknown"
         bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
-        self.logbook.say(
-            f"step {progress.step}: validation loss {result.loss:.4f}{bits} ({result.tokens:,} tokens)"
-        )
+        self.logbook.say(f"step {progress.step}: validation loss {loss}{bits} ({result.tokens:,} tokens)")
         if loader.num_steps is not None and loader.num_steps < training.eval_iters:
             self.logbook.warn(
                 f"training.eval_iters asks for {training.eval_iters:,} global batches; all held-out text "

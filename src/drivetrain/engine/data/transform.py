@@ -35,7 +35,7 @@ def resolve_transform(path: str) -> Transform:
     try:
         module = importlib.import_module(module_name)
     # Importing runs the user's code, which may raise anything.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(
             f"data.transform = {path!r}: module {module_name!r} cannot be imported "
             f"({type(error).__name__}: {error})"
@@ -91,7 +91,7 @@ class TransformedDocuments:
         try:
             ids: Any = self._transform(original)
         # The user's code may raise anything.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{where}: it raised {type(error).__name__}: {error}") from error
         if not isinstance(ids, np.ndarray):
             raise DataError(

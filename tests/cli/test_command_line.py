@@ -169,9 +169,13 @@ def test_overfit_batch_learns_one_batch_by_heart(tiny: Tiny) -> None:
 
 def test_overfit_batch_diagnoses_a_learning_rate_that_moves_nothing(tiny: Tiny) -> None:
     done = tiny.run(
-        "train", str(tiny.file), "training.train_iters=12", "optimizer.lr=1e-9", "--overfit-batch"
+        "train",
+        str(tiny.file),
+        *("training.train_iters=12", "optimizer.lr=1e-9", "memory.device_memory_limit_bytes=1000"),
+        "--overfit-batch",
     )
     assert done.returncode == 1
+    assert "memory.device_memory_limit_bytes has no effect" in done.stderr
     assert "hardly moved" in done.stdout
 
 

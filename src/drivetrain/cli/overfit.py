@@ -22,6 +22,13 @@ def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
     config = loaded.config
     with show_progress() as progress:
         corpus = ensure_corpus(config.data, config.model, progress)
+    for field, requested in (
+        ("memory.device_memory_limit_bytes", config.memory.device_memory_limit_bytes is not None),
+        ("fusion.compile", config.fusion.compile),
+        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path is not None),
+    ):
+        if requested:
+            print(f"warning: {field} has no effect on --overfit-batch", file=sys.stderr)
     device = select_device(config.run)
     set_threads(thread_count(config.run, 1))
 

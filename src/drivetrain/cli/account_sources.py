@@ -165,11 +165,10 @@ def _facts_of(run: Run | None, figures: Figures) -> _Facts:
         )
     config = run.config()
     measured = _peak_of(run, config.precision.params_dtype)
-    last = (run.metrics() or [{}])[-1]
-    flops, share = _counted(last, config.model)
+    flops, tokens, share = _counted(run, config.model)
     return _Facts(
         model=config.model,
-        tokens_per_step=tokens_per_step(config),
+        tokens_per_step=tokens or tokens_per_step(config),
         flops_per_step=flops,
         peak=given or measured,
         achievable=achievable or (measured if run.manifest["devices"]["type"] == "cpu" else None),
@@ -195,13 +194,22 @@ def _peak_of(run: Run, dtype: str) -> Peak | None:
     return load_ceilings().matmul_flops(devices["name"], dtype, threads)
 
 
-def _counted(last: dict[str, Any], model: ModelConfig) -> tuple[FlopCount | None, float | None]:
-    """Mean model FLOPs of the run's steps, which know its documents, and its share of tokens with loss."""
-    steps, tokens, flops = last.get("step"), last.get("progress/tokens"), last.get("progress/flops")
-    if not steps or not tokens or not flops:
-        return None, None
-    plain = forward_flops(model, tokens=int(tokens / steps), sum_squared_lengths=0).times(3)
-    attention = int(flops / steps) - plain.total
-    effective = last.get("progress/effective_tokens")
-    share = effective / tokens if effective is not None else None
-    return FlopCount(plain.matmul, max(attention, 0), plain.logits), share
+def _counted(run: Run, model: ModelConfig) -> tuple[FlopCount | None, int | None, float | None]:
+    """Mean model FLOPs and tokens of the newest window's steps, which know their documents, and the share of tokens
+    that carried loss. FLOPs of full sequences stand in where the window did not count them."""
+    windows = [
+        event for event in run.events() if event["kind"] == "window" and event.get("what") == "profile"
+    ]
+    if not windows:
+        return None, None, None
+    window = windows[-1]
+    try:
+        steps = int(window["last"]) - int(window["first"]) + 1
+        tokens, flops = int(window["tokens"]) // steps, int(window["model_flops"]) // steps
+        share = int(window["effective_tokens"]) / int(window["tokens"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise RunError(
+            f"{run.path / 'events.jsonl'}: a profile window without its counts ({error!r})"
+        ) from error
+    plain = forward_flops(model, tokens=tokens, sum_squared_lengths=0).times(3)
+    return FlopCount(plain.matmul, flops - plain.total, plain.logits), tokens, share

@@ -184,6 +184,15 @@ def _absence(absent: Sequence[int], world_size: int | None) -> list[Finding]:
 # ---- one rank ---------------------------------------------------------------------------------------------------
 
 
+def _layout_of(trace: Trace) -> dict[str, int] | None:
+    """Sizes of the parallel dimensions where the trace says them (ours do): dimension to size, fastest first."""
+    about = trace.metadata.get("drivetrain")
+    layout = about.get("layout") if isinstance(about, dict) else None
+    if not isinstance(layout, dict) or not all(isinstance(size, int) for size in layout.values()):
+        return None
+    return {str(name): size for name, size in layout.items()}
+
+
 def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
     if len(trace.events) == 0:
         raise DataError(
@@ -191,7 +200,7 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
         )
     if any(finding.id in _NO_DEVICE for finding in trace.health):
         trace = _without_device(trace)
-    classes = classify(trace, table)
+    classes = classify(trace, table, layout=_layout_of(trace))
     line = timeline_of(trace, classes, step_window=step_window)
     health = (*trace.health, *classes.health, *line.steps.health, *_view_health(trace, line))
     reasons = withheld(health)

@@ -38,6 +38,8 @@ class Salvaged:
         """Where each record is in the text."""
         self.open_at: int | None = None
         """Where an incomplete record at the end begins."""
+        self.hopeless_until = 0
+        """Up to here no whole record begins behind the ones that were read."""
         self.closed_at: int | None = None
         """Where the bracket that ends the events is."""
 
@@ -127,16 +129,18 @@ def _next_record(text: bytes, start: int) -> int | None:
     return None
 
 
-def salvage(text: bytes, found: Counter[str]) -> Salvaged:
+def salvage(text: bytes, found: Counter[str], hopeless_until: int = 0) -> Salvaged:
     """The records of a piece of an events array that does not decode as a whole.
 
     Args:
         text: from between two records.
         found: rule id → count, added to. ``lost_record`` counts what could not be read.
+        hopeless_until: where an earlier call found that no record begins before. Without it, text that is
+            garbage would be searched again behind every damaged record.
     """
     result = Salvaged()
+    result.hopeless_until = hopeless_until
     start = 0
-    hopeless = False  # nothing that reads follows any more: look no further at every damaged record
     while True:
         place, begin, end = next_object(text, start)
         if place == "closed":
@@ -151,14 +155,12 @@ def salvage(text: bytes, found: Counter[str]) -> Salvaged:
             start = end
             continue
         # A quote or a bracket is missing: what was taken for one object may hold several.
-        following = None if hopeless else _next_record(text, begin + 1)
-        hopeless = following is None
-        if following is not None:
-            start = following
-        elif place == "object":
-            start = end
-        else:
-            # The record goes on in the next piece, or the file ends in it.
-            result.open_at = begin
-            return result
+        following = _next_record(text, max(begin + 1, result.hopeless_until))
+        if following is None:
+            result.hopeless_until = max(result.hopeless_until, len(text) - _MOST_CANDIDATE_BYTES)
+            if place == "open":
+                # The record goes on in the next piece, or the file ends in it.
+                result.open_at = begin
+                return result
+        start = end if following is None else following
         found["lost_record"] += 1

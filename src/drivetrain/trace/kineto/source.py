@@ -3,9 +3,9 @@
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final, Protocol, cast
 
-from isal import igzip_lib, isal_zlib
+from isal import isal_zlib
 
 from drivetrain.errors import DataError
 
@@ -22,7 +22,8 @@ _GZIP_WINDOW: Final = 31
 _HEAD_BYTES: Final = 1 << 16
 
 
-_DAMAGED: Final[tuple[type[Exception], ...]] = (igzip_lib.IsalError, zlib.error)
+# The stubs of isal declare an instance where there is a class.
+_DAMAGED: Final[tuple[type[Exception], ...]] = (cast(type[Exception], isal_zlib.error), zlib.error)
 
 
 class _Inflater(Protocol):

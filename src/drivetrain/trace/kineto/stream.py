@@ -75,6 +75,7 @@ class EventStream:
         self._text = b""
         self._offset = 0
         self._ended = False
+        self._hopeless_until = 0
         self._decoder = msgspec.json.Decoder(list[Record])
 
     def __iter__(self) -> Iterator[Piece]:
@@ -165,7 +166,8 @@ class EventStream:
 
     def _salvaged(self, end: int, following: int) -> Iterator[Piece]:
         """Read the text up to ``end`` record by record; what is open there stays for the next piece."""
-        result = salvage(self._text[:end], self.found)
+        result = salvage(self._text[:end], self.found, max(0, self._hopeless_until - self._offset))
+        self._hopeless_until = self._offset + result.hopeless_until
         if result.records:
             yield self._piece(result.records, end)
         if result.closed_at is not None:

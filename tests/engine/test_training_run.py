@@ -81,6 +81,9 @@ def test_two_processes_train_as_one(tiny: Tiny) -> None:
     ranks = open_run(together["run"]).ranks()
     assert sorted(ranks) == [0, 1]
     assert [line["step"] for line in ranks[1]] == list(range(1, 9))
+    for line in ranks[1]:
+        waits = line["time/data_wait_s"] + line["time/comm_exposed_s"]
+        assert line["time/own_work_s"] == pytest.approx(line["time/step_s"] - waits)
 
 
 def test_log_interval_averages_over_the_steps_since_the_last_record(tiny: Tiny) -> None:

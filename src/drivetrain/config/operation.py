@@ -26,7 +26,7 @@ class MonitorConfig(Section):
     log_interval: Count = Field(default=1, ge=1, le=1_000_000)
     """Steps between records in metrics.jsonl and lines in the log."""
     log_rank_times: bool = False
-    """Each rank writes its own step, wait and data-wait times to ranks/."""
+    """Each rank writes its own step, wait, data-wait and work times to ranks/."""
 
 
 class RunSectionConfig(Section):

@@ -123,17 +123,18 @@ class Recorder:
         with record_function("drivetrain/sync"):
             if pending.work is not None:
                 pending.work.wait()
-            loss = float(pending.global_loss_sum.item()) / max(figures.valid_tokens, 1)
+            loss = _loss_of(float(pending.global_loss_sum.item()), figures.valid_tokens)
             grad_norm = float(figures.grad_norm.item())
             duration_s = elapsed_s(figures.started, pending.ended)
-        self.last_loss = loss
+        if loss is not None:
+            self.last_loss = loss
         if self.diverged_at is None:
             # A gradient that is not finite has made the weights so, one step before the loss shows it.
             for what, value in (("loss", loss), ("gradient norm", grad_norm)):
-                if not math.isfinite(value):
+                if value is not None and not math.isfinite(value):
                     self.diverged_at, self.diverged_in = counters.step, what
                     break
-        smoothed = progress.smooth(loss) if math.isfinite(loss) else None
+        smoothed = progress.smooth(loss) if loss is not None and math.isfinite(loss) else None
         exposed_s = elapsed_s(*figures.exposed_wait) if figures.exposed_wait is not None else None
         model, squares = self._config.model, figures.sum_squared_lengths
         flops = model_flops(model, tokens=figures.tokens, sum_squared_lengths=squares).total
@@ -165,7 +166,9 @@ class Recorder:
         interval.effective_tokens += figures.valid_tokens
         interval.flops += flops
 
-    def _log(self, pending: _Pending, loss: float, smoothed: float | None, several_ranks: bool) -> None:
+    def _log(
+        self, pending: _Pending, loss: float | None, smoothed: float | None, several_ranks: bool
+    ) -> None:
         interval, self._interval = self._interval, _Interval()
         hooks_s, self._hooks_s = self._hooks_s, 0.0
         metrics = self._metrics(pending, interval, loss, smoothed)
@@ -190,7 +193,7 @@ class Recorder:
             )
 
     def _metrics(
-        self, pending: _Pending, interval: _Interval, loss: float, smoothed: float | None
+        self, pending: _Pending, interval: _Interval, loss: float | None, smoothed: float | None
     ) -> dict[str, float | None]:
         figures, counters = pending.figures, pending.counters
         devices = self._group.size
@@ -218,6 +221,13 @@ class Recorder:
         }
 
 
+def _loss_of(loss_sum: float, valid_tokens: int) -> float | None:
+    """Nats per token; None for a global batch in which no token carries loss: it says nothing of the model."""
+    return loss_sum / valid_tokens if valid_tokens else None
+
+
 def _own_times(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """What differs between ranks: own work is the step without the two waits."""
-    return {key: metrics.get(key) for key in ("time/step_s", "time/comm_exposed_s", "time/data_wait_s")}
+    times = {key: metrics.get(key) for key in ("time/step_s", "time/comm_exposed_s", "time/data_wait_s")}
+    step, *waits = (value or 0.0 for value in times.values())
+    return {**times, "time/own_work_s": step - sum(waits)}

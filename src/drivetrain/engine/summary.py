@@ -25,7 +25,7 @@ def summarise(
     validation = outcome.validation
     reasons = {key: why for key, why in figures.reasons.items() if key != "flops_per_second_per_device"}
     if run.recorder.last_loss is None:
-        reasons["final_loss"] = "no step was run in this segment"
+        reasons["final_loss"] = "no step of this segment had a token that carries loss"
     if validation is None:
         why = (
             "training.eval_iters is 0"

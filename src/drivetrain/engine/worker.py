@@ -1,8 +1,9 @@
 """One process of a run, from its directory to its end: build, train, report."""
 
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
             peak = peak_for(device, config.precision.params_dtype, threads.compute)
             fingerprint = str(opened.manifest["dataset"]["fingerprint"])
             run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint)
-            _begin(run, run_path, threads.compute, peak.reason)
-            outcome = train(run, stopping)
+            with _begin(run, run_path, threads.compute, peak.reason):
+                outcome = train(run, stopping)
             summary = summarise(run, outcome, run_path, time.perf_counter() - started, peak)
         _end(logbook, outcome, summary)
         return WorkerResult(outcome, summary if group.is_main else None)
@@ -102,8 +103,9 @@ def _failure_recorded(logbook: Logbook) -> Iterator[None]:
         raise
 
 
-def _begin(run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | None) -> None:
-    """Open the segment, on every rank that writes, and say where the run starts from."""
+@contextmanager
+def _begin(run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | None) -> Iterator[None]:
+    """Open the segment, on every rank that writes, for the time of training; say where the run starts from."""
     first = run.progress.step + 1
     logbook, group = run.logbook, run.group
     segment = 0
@@ -119,8 +121,19 @@ def _begin(run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | No
             logbook.event("warning", message=f"no MFU: {no_peak}")
             logbook.say(f"no MFU: {no_peak}")
     segment = int(group.broadcast_text(str(segment)))
-    if run.config.monitor.log_rank_times:
-        run.recorder.rank_log = RankLog(run_path, segment=segment, rank=group.ranks.rank, start_step=first)
+    if not run.config.monitor.log_rank_times:
+        yield
+        return
+    rank = group.ranks.rank
+
+    def lost(message: str) -> None:
+        print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
+
+    # A full disk costs the lines, as it does on rank 0's metrics, and not the run.
+    log = RankLog(run_path, segment=segment, rank=rank, start_step=first, on_fault=lost)
+    with closing(log):
+        run.recorder.rank_log = log
+        yield
 
 
 def _end(logbook: Logbook, outcome: Outcome, summary: dict[str, Any]) -> None:

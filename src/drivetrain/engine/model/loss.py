@@ -46,18 +46,23 @@ def linear_cross_entropy_sum(
 
 
 def _chunk_loss(logits_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk of rows, and their log-probabilities in the dtype of the sum."""
+    """Summed loss of a chunk of rows, and their probabilities in the dtype of the sum.
+
+    The largest logit m has probability exp(0) / sum(exp(x - m)): it gives the normaliser without a second
+    exponential over the vocabulary, and its logarithm is taken of a number between 1/V and 1.
+    """
     sum_dtype = torch.promote_types(logits_CV.dtype, torch.float32)
-    log_probabilities_CV = F.log_softmax(logits_CV, dim=-1, dtype=sum_dtype)
-    losses_C1 = log_probabilities_CV.gather(1, labels_C1).neg_()
-    return losses_C1.masked_fill_(~mask_C1, 0.0).sum(), log_probabilities_CV
+    probabilities_CV = F.softmax(logits_CV, dim=-1, dtype=sum_dtype)
+    largest_C1 = logits_CV.amax(dim=-1, keepdim=True).to(sum_dtype)
+    normaliser_C1 = probabilities_CV.amax(dim=-1, keepdim=True).log_().neg_()
+    losses_C1 = normaliser_C1 + (largest_C1 - logits_CV.gather(1, labels_C1).to(sum_dtype))
+    return losses_C1.masked_fill_(~mask_C1, 0.0).sum(), probabilities_CV
 
 
-def _chunk_gradient(log_probabilities_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor) -> Tensor:
-    """``(softmax - one_hot) * mask`` in the memory of the log-probabilities."""
-    gradient_CV = log_probabilities_CV.exp_()
-    gradient_CV.scatter_(1, labels_C1, gradient_CV.gather(1, labels_C1) - 1.0)
-    return gradient_CV.mul_(mask_C1)
+def _chunk_gradient(probabilities_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor) -> Tensor:
+    """``(softmax - one_hot) * mask`` in the memory of the probabilities."""
+    probabilities_CV.scatter_(1, labels_C1, probabilities_CV.gather(1, labels_C1) - 1.0)
+    return probabilities_CV.mul_(mask_C1)
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
@@ -77,11 +82,11 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             torch.split(logits_TV, rows), torch.split(labels_T, rows), torch.split(mask_T, rows), strict=True
         ):
             labels_C1, mask_C1 = labels_C[:, None], mask_C[:, None]
-            chunk_sum, log_probabilities_CV = _chunk_loss(logits_CV, labels_C1, mask_C1)
+            chunk_sum, probabilities_CV = _chunk_loss(logits_CV, labels_C1, mask_C1)
             loss += chunk_sum
             if needs_gradient:
                 # Nobody else sees these logits: their memory holds their gradient from here on.
-                logits_CV.copy_(_chunk_gradient(log_probabilities_CV, labels_C1, mask_C1))
+                logits_CV.copy_(_chunk_gradient(probabilities_CV, labels_C1, mask_C1))
         if needs_gradient:
             ctx.save_for_backward(hidden_TD, weight_VD, logits_TV)
         return loss

@@ -172,6 +172,23 @@ def test_too_few_collectives_tell_no_offset() -> None:
     assert "clocks_unaligned" in ids(account_of(traces))
 
 
+def two_runs(*, other_kind: bool) -> list[Trace]:
+    """Rank 0 of one run and rank 1 of the next, ten seconds later: as many steps and collectives, other times."""
+    early, late = [20 * MS] * 4, [50 * MS] * 4
+    mine = rank_trace(0, early, done=[75 * MS, 61 * MS, 90 * MS, 58 * MS])
+    theirs = rank_trace(1, late, done=[55 * MS, 95 * MS, 56 * MS, 88 * MS], clock=10_000 * MS)
+    if other_kind:
+        names = tuple(ALL_GATHER if name == ALL_REDUCE else name for name in theirs.events.names)
+        theirs = replace(theirs, events=replace(theirs.events, names=names))
+    return [mine, theirs]
+
+
+@pytest.mark.parametrize("other_kind", [False, True])
+def test_ranks_of_two_runs_in_turn_are_not_taken_for_clocks_that_differ(other_kind: bool) -> None:
+    with pytest.raises(DataError, match=r"not of one job, or not of one window.*apart"):
+        account_of(two_runs(other_kind=other_kind))
+
+
 def test_a_late_start_of_the_profiler_does_not_shift_the_match() -> None:
     """Rank 1 did not record step 1: step numbers, not positions, say which collective is which."""
     full = rank_trace(0, [20 * MS] * 4, done=[55 * MS] * 4)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.trace.collectives import CommunicationRecords, Match
+from drivetrain.trace.collectives import BLOCKING_KINDS, CommunicationRecords, Match
 
 __all__ = ["Alignment", "align"]
 
@@ -19,6 +19,10 @@ _NOISE_NS = 20_000
 """Ends of one collective differ by microseconds on one clock: an offset below this is none."""
 _LEAST_TOLERANCE_NS = 2_000_000
 """Residuals up to this are the scheduling of threads, not of clocks."""
+_APART_SHARE = 4
+"""Recordings that do not overlap by their own clocks may be of two runs, whose collectives are as alike as their
+steps: those end within a part of their duration only by being the same ones. Here a quarter, where others may spread
+over the whole of it."""
 _LEAST_SHARED = 3
 """Collectives needed to tell an offset: one or two fit any."""
 
@@ -33,6 +37,8 @@ class Alignment:
     """Median over the collectives used of last end minus first end, offsets applied; None: none was used."""
     unaligned: Mapping[int, str]
     """Rank → why its clock could not be brought onto the others'."""
+    contradicted: frozenset[int] = frozenset()
+    """Those of `unaligned` whose collectives speak against being the others', rather than too few to tell."""
 
 
 def align(records: Mapping[int, CommunicationRecords], matches: Sequence[Match]) -> Alignment:
@@ -46,6 +52,7 @@ def align(records: Mapping[int, CommunicationRecords], matches: Sequence[Match])
     ranks = sorted(records)
     offsets = {ranks[0]: 0}
     unaligned: dict[int, str] = {}
+    contradicted: set[int] = set()
     waiting = ranks[1:]
     progress = True
     while waiting and progress:
@@ -61,9 +68,25 @@ def align(records: Mapping[int, CommunicationRecords], matches: Sequence[Match])
                 offsets[rank] = found
             else:
                 unaligned[rank] = problem
+                if len(shared) >= _LEAST_SHARED:
+                    contradicted.add(rank)
     for rank in waiting:
         unaligned[rank] = "it shares no collective with an aligned rank"
-    return Alignment(offsets, _residual(usable, records, offsets), unaligned)
+        if any(_have_common_group(records[rank], rank, records[other], other) for other in offsets):
+            contradicted.add(rank)
+    return Alignment(offsets, _residual(usable, records, offsets), unaligned, frozenset(contradicted))
+
+
+def _have_common_group(
+    mine: CommunicationRecords, rank: int, theirs: CommunicationRecords, other: int
+) -> bool:
+    """Whether both ranks record collectives of a group that both are in, which could have been matched."""
+
+    def groups(records: CommunicationRecords) -> set[frozenset[int]]:
+        pairs = zip(records.members, records.kind, strict=True)
+        return {members for members, kind in pairs if members is not None and kind in BLOCKING_KINDS}
+
+    return any(not members or {rank, other} <= members for members in groups(mine) & groups(theirs))
 
 
 def _offset(
@@ -87,7 +110,9 @@ def _offset(
         )
     offset = int(np.median(differences))
     spread = int(np.median(np.abs(differences - offset)))
-    tolerance = max(_LEAST_TOLERANCE_NS, int(np.median(durations)))
+    apart = abs(offset) > max(_length(records[one]) for one in {rank, *offsets})
+    lasts = int(np.median(durations))
+    tolerance = max(_NOISE_NS, lasts // _APART_SHARE) if apart else max(_LEAST_TOLERANCE_NS, lasts)
     if abs(offset) <= max(_NOISE_NS, 3 * spread) and spread <= tolerance:
         return 0, None
     if len(shared) < _LEAST_SHARED:
@@ -97,10 +122,15 @@ def _offset(
         )
     if spread > tolerance:
         return 0, (
-            f"after the best offset its collectives still end {spread / 1e6:.3f} ms apart in the median, more than "
-            f"the {tolerance / 1e6:.3f} ms they last: they are not the same collectives, or its clock drifts"
+            f"after the best offset ({offset / 1e6:+.3f} ms) its collectives still end {spread / 1e6:.3f} ms apart in "
+            f"the median, more than {tolerance / 1e6:.3f} ms of the {lasts / 1e6:.3f} ms they last: they are not the "
+            "same collectives, or its clock drifts"
         )
     return offset, None
+
+
+def _length(records: CommunicationRecords) -> int:
+    return int(records.end_ns.max() - records.start_ns.min()) if len(records) else 0
 
 
 def _residual(

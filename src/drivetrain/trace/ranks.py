@@ -106,7 +106,7 @@ def _contradiction(first: RankFacts, other: RankFacts) -> str | None:
             return f"one has a process group of ranks {list(lacking[0])}, the other has none of these ranks"
     if first.step_numbers and other.step_numbers and not set(first.step_numbers) & set(other.step_numbers):
         return f"steps {_span(first.step_numbers)} and {_span(other.step_numbers)}: no step in common"
-    apart = max(first.start_ns, other.start_ns) - min(first.end_ns, other.end_ns)
+    apart = _apart(first, other)
     if apart > _HOUR_NS:
         return f"recorded {apart / _HOUR_NS:.1f} hours apart"
     return None
@@ -140,11 +140,15 @@ def compare_ranks(facts: Mapping[int, RankFacts]) -> Comparison:
 
     Args:
         facts: rank → facts, of one job.
+
+    Raises:
+        DataError: a rank was recorded at another time than all others, and its collectives are not theirs.
     """
     records = {rank: fact.communication for rank, fact in facts.items()}
     splits = {rank: np.full(len(mine), UNKNOWN_TIME, np.int64) for rank, mine in records.items()}
     matches, alone = match_collectives(records)
     alignment = align(records, matches)
+    _refuse_another_time(facts, alignment)
     health = _findings(facts, matches, alone, alignment)
     if alignment.unaligned or alignment.residual_ns is None:
         return Comparison((), None, {}, splits, (), health)
@@ -157,6 +161,24 @@ def compare_ranks(facts: Mapping[int, RankFacts]) -> Comparison:
             splits[rank][row] = arrived - offsets[rank]
     stragglers = _stragglers(facts, ordered, collectives, splits)
     return Comparison(collectives, alignment.residual_ns, offsets, splits, stragglers, health)
+
+
+def _refuse_another_time(facts: Mapping[int, RankFacts], alignment: Alignment) -> None:
+    """Refuse ranks that no clock explains: recorded at another time, of other collectives."""
+    for rank in sorted(alignment.contradicted):
+        others = [fact for other, fact in facts.items() if other != rank and len(fact.communication)]
+        near = min(others, key=lambda other: _apart(facts[rank], other))
+        apart = _apart(facts[rank], near)
+        if apart > 0:
+            raise DataError(
+                f"{near.path} and {facts[rank].path} are not of one job, or not of one window of it: recorded "
+                f"{apart / 1e9:.3f} s apart, and for rank {rank} {alignment.unaligned[rank]}"
+            )
+
+
+def _apart(first: RankFacts, other: RankFacts) -> int:
+    """Time between two recordings, by their own clocks; 0 or less where they overlap."""
+    return max(first.start_ns, other.start_ns) - min(first.end_ns, other.end_ns)
 
 
 def _findings(

@@ -57,6 +57,8 @@ def test_truncated_text_is_read_to_the_break() -> None:
     trace = read("truncated.json")
     assert trace.partial
     assert found(trace)["truncated"] == 28
+    text = (odd.DATA / "truncated.json").read_text()
+    assert f"at byte {text.rindex('{', 0, text.rindex('ph')):,} of {len(text):,}" in trace.health[0].message
     assert len(trace.events) == 26
 
 

@@ -200,15 +200,15 @@ class EventStream:
                 self._drop(final.end())
                 self.complete = True
                 return
-        breaks_off = self._text.rstrip()[-1:] == b","
+        open_at = self._offset + len(self._text) if self._text.rstrip()[-1:] == b"," else None
         while not self.complete and self._text:
             before = len(self._text)
             yield from self._salvaged(before, before)
             if len(self._text) == before:
-                breaks_off = True
+                open_at = self._offset
                 self._drop(before)
-        if breaks_off and not self.complete:
-            self.open_at = self._offset
+        if not self.complete:
+            self.open_at = open_at
 
     def _read_tail(self) -> None:
         """The rest of a document, behind its events. A bare list has none."""

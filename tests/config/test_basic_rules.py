@@ -107,12 +107,6 @@ EXAMPLES: dict[str, tuple[list[str], str, list[str]]] = {
         "data.transform: 'a..b' is no dotted path of a callable; write package.module.function",
         ["data.transform=a.b:c"],
     ),
-    "prefetch-needs-workers": (
-        ["data.prefetch_factor=4"],
-        "data.prefetch_factor: 4 has no effect without workers; use data.num_workers = 1 or more, or "
-        "prefetch_factor = 2",
-        ["data.prefetch_factor=4", "data.num_workers=1"],
-    ),
     "profile-window-not-empty": (
         ["profiler.profile=true", "profiler.profile_step_start=20", "profiler.profile_step_end=20"],
         "profiler.profile_step_end: 20 ends the window before it begins: profile_step_start = 20, and the end "

@@ -141,6 +141,12 @@ def test_a_file_starts_from_a_preset_and_overrides_come_last(tmp_path: Path) -> 
     assert loaded.config.training.global_batch_size == 32
 
 
+def test_a_byte_order_mark_in_front_of_a_file_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "notepad.toml"
+    path.write_bytes(b'\xef\xbb\xbfpreset = "llama-2m"\n[training]\ntrain_iters = 7\n')
+    assert load_config(str(path)).config.training.train_iters == 7
+
+
 def test_problems_of_a_file_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from drivetrain.config import load_config, preset_names, total_tokens, violations
+from drivetrain.config import idle_fields, load_config, preset_names, total_tokens, violations
 from drivetrain.measure.parameters import parameter_count
 
 EXPECTED = {
@@ -37,6 +37,7 @@ def test_presets_are_listed_by_family_and_size() -> None:
 def test_a_preset_breaks_no_rule_on_one_process(name: str) -> None:
     loaded = load_config(name)
     assert violations(loaded.config) == []
+    assert idle_fields(loaded.config) == []
     assert loaded.name == name
 
 

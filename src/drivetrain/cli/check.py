@@ -35,12 +35,13 @@ def check(
 ) -> None:
     """Check every rule of a configuration, and count parameters, tokens and FLOPs.
 
-    All broken rules are reported together. Exit code 0: it can be trained; 1: it cannot; 2: it cannot be read.
+    All broken rules are reported together; fields whose value changes nothing are named.
+    Exit code 0: it can be trained; 1: it cannot; 2: it cannot be read.
 
     Example: drivetrain check llama-10m training.global_batch_size=48 --devices 2
     """
     from drivetrain.cli.output import show_document
-    from drivetrain.config import LaunchFacts, derived_values, load_config, violations
+    from drivetrain.config import LaunchFacts, derived_values, idle_fields, load_config, violations
 
     loaded = load_config(config, overrides or [])
     world_size = devices or loaded.config.parallelism.data_parallel_size or 1
@@ -53,6 +54,9 @@ def check(
         "violations": [
             {"rule": violation.rule, "fields": list(violation.fields), "message": violation.message}
             for violation in broken
+        ],
+        "no_effect": [
+            {"field": idle.field, "reason": idle.reason} for idle in idle_fields(loaded.config, facts)
         ],
     }
     if not broken:
@@ -124,6 +128,8 @@ def _print(document: dict[str, Any]) -> None:
         if derived["field"] not in counted:
             value = "known when it starts" if derived["value"] is None else derived["value"]
             print(f"  {derived['field']:42} {value}  ({derived['reason']})")
+    for idle in document["no_effect"]:
+        print(f"no effect: {idle['field']}, because {idle['reason']}")
     for shape in document.get("shapes", []):
         print(f"  {shape['name']:42} {'x'.join(map(str, shape['shape'])):>18} {shape['elements']:>14,}")
 

@@ -79,12 +79,13 @@ def _with_window(
     first = start if start is not None else _BEFORE_CALIBRATION + steps + _TRIAL + 1
     settings = {
         "training.train_iters": str(first + 2 * steps - 1),
-        # The learning rate follows the schedule of the whole run, of which this is the beginning.
-        "lr_schedule.lr_decay_tokens": str(decay_tokens(wanted.config)),
         "training.eval_iters": "0",
         "training.eval_interval": "0",
         "profiler.profile_ranks": "all",
     }
+    if wanted.config.lr_schedule.lr_decay_style != "constant":
+        # The learning rate follows the schedule of the whole run, of which this is the beginning.
+        settings["lr_schedule.lr_decay_tokens"] = str(decay_tokens(wanted.config))
     chosen = [f"{name}={value}" for name, value in settings.items() if name not in given]
     window = ("profile=true", f"profile_step_start={first}", f"profile_step_end={first + steps}")
     loaded = load_config(file, [*overrides, *chosen, *(f"profiler.{setting}" for setting in window)])

@@ -13,7 +13,7 @@ from drivetrain.archive.writer import append_event
 from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
-from drivetrain.config import LaunchFacts, LoadedConfig, load_config, violations
+from drivetrain.config import LaunchFacts, LoadedConfig, idle_fields, load_config, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
 __all__ = ["EXIT_OF", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
@@ -50,6 +50,7 @@ def run_train(
     if dry:
         from drivetrain.cli.check import show_dry_run
 
+        _note_idle_fields(loaded, world_size)
         return show_dry_run(loaded, world_size, as_json=as_json)
     if overfit:
         from drivetrain.cli.overfit import run_overfit
@@ -106,6 +107,12 @@ def refuse_broken_rules(loaded: LoadedConfig, world_size: int) -> None:
         raise ConfigurationError(*(str(violation) for violation in broken))
 
 
+def _note_idle_fields(loaded: LoadedConfig, world_size: int) -> None:
+    """Name on stderr what was set to no effect."""
+    for idle in idle_fields(loaded.config, LaunchFacts(world_size=world_size)):
+        print(f"note: {idle}", file=sys.stderr)
+
+
 def _run_to_continue(source: str, overrides: Sequence[str]) -> Run | None:
     """The run that ``source`` names, if it is a run directory."""
     path = Path(source)
@@ -135,6 +142,7 @@ def new_run(loaded: LoadedConfig, world_size: int) -> Path:
     from drivetrain.engine.data.corpus import ensure_corpus
     from drivetrain.engine.preflight import require_usable_inputs
 
+    _note_idle_fields(loaded, world_size)
     with show_progress() as progress:
         corpus = ensure_corpus(loaded.config.data, loaded.config.model, progress)
     require_usable_inputs(loaded.config, corpus)

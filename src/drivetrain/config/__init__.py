@@ -24,6 +24,7 @@ from drivetrain.config.execution import (
     ParallelismConfig,
     PrecisionConfig,
 )
+from drivetrain.config.idle import Idle, idle_fields
 from drivetrain.config.leaves import Leaf, leaf_values, leaves
 from drivetrain.config.load import LoadedConfig, load_config, parse_config
 from drivetrain.config.model import ModelConfig
@@ -47,6 +48,7 @@ __all__ = [
     "DataConfig",
     "Derived",
     "FusionConfig",
+    "Idle",
     "LaunchFacts",
     "LearningRateScheduleConfig",
     "Leaf",
@@ -69,6 +71,7 @@ __all__ = [
     "decay_tokens",
     "derived_values",
     "differing_leaves",
+    "idle_fields",
     "leaf_values",
     "leaves",
     "load_config",

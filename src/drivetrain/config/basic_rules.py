@@ -229,17 +229,6 @@ def _transform_is_a_path(config: RunConfig, _: LaunchFacts) -> str | None:
     return f"{transform!r} is no dotted path of a callable; write package.module.function"
 
 
-def _prefetch_needs_workers(config: RunConfig, _: LaunchFacts) -> str | None:
-    data = config.data
-    default = type(data).model_fields["prefetch_factor"].default
-    if data.num_workers > 0 or data.prefetch_factor == default:
-        return None
-    return (
-        f"{data.prefetch_factor} has no effect without workers; use data.num_workers = 1 or more, or "
-        f"prefetch_factor = {default}"
-    )
-
-
 BASIC_RULES: tuple[Rule, ...] = (
     Rule(
         "heads-divide-hidden",
@@ -346,12 +335,6 @@ BASIC_RULES: tuple[Rule, ...] = (
         ("data.transform",),
         _transform_is_a_path,
         "Each part of data.transform is an identifier.",
-    ),
-    Rule(
-        "prefetch-needs-workers",
-        ("data.prefetch_factor", "data.num_workers"),
-        _prefetch_needs_workers,
-        "prefetch_factor other than its default needs num_workers of at least 1.",
     ),
     *PROFILER_RULES,
 )

@@ -49,6 +49,8 @@ data_path = "corpus/books"
 - A field whose default is `none` may be absent. The override `none` takes its value away.
 - Unknown sections and fields, wrong types and values out of range are errors. All of them are reported at
   once, each with the nearest legal value. Nothing that you wrote is changed in silence.
+- A field that another one leaves nothing to decide (`min_lr` with a constant rate) is no error. `drivetrain check`
+  and `drivetrain train` name it: `no effect: ...`.
 - What is derived because it is absent is shown by `drivetrain check` with the reason. A run directory holds
   the whole configuration in `config.toml`.
 """

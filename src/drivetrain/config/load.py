@@ -136,7 +136,8 @@ def _unknown_source(source: str, path: Path) -> str:
 
 def _read_file(path: Path, name: str) -> _Draft:
     try:
-        text = path.read_bytes().decode("utf-8")
+        # With or without the mark that some editors put in front.
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {_reason(error)}") from None
     except UnicodeDecodeError as error:

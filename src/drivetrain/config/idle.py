@@ -1,0 +1,108 @@
+"""Fields that were set and have no effect, because another field, or the launch, leaves them nothing to decide.
+
+They are no mistake that stops a run: one override of a preset (``lr_decay_style=constant``) would make others of its
+fields illegal. But nothing that was asked for is dropped in silence: ``check`` and ``train`` name them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from drivetrain.config.leaves import leaf_values, leaves
+from drivetrain.config.rules import LaunchFacts
+from drivetrain.config.schema import RunConfig
+
+__all__ = ["Idle", "idle_fields"]
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A field with a value other than its default, and why that value changes nothing."""
+
+    field: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"no effect: {self.field}, because {self.reason}"
+
+
+@dataclass(frozen=True)
+class _Condition:
+    """Fields that decide nothing while ``holds``."""
+
+    fields: tuple[str, ...]
+    holds: Callable[[RunConfig, LaunchFacts], bool]
+    reason: str
+
+
+def _section(name: str, *without: str) -> tuple[str, ...]:
+    return tuple(leaf.path for leaf in leaves().values() if leaf.section == name and leaf.name not in without)
+
+
+_CONDITIONS = (
+    _Condition(
+        ("lr_schedule.min_lr", "lr_schedule.lr_decay_tokens"),
+        lambda config, _: config.lr_schedule.lr_decay_style == "constant",
+        "lr_schedule.lr_decay_style = constant never decays",
+    ),
+    _Condition(
+        ("lr_schedule.lr_wsd_decay_tokens", "lr_schedule.lr_wsd_decay_style"),
+        lambda config, _: config.lr_schedule.lr_decay_style != "WSD",
+        "lr_schedule.lr_decay_style is not WSD",
+    ),
+    _Condition(
+        ("model.rotary_base",),
+        lambda config, _: config.model.position_embedding_type != "rope",
+        "model.position_embedding_type is not rope",
+    ),
+    _Condition(
+        tuple(path for path in _section("model") if path.startswith("model.rope_scaling_")),
+        lambda config, _: not config.model.use_rope_scaling,
+        "model.use_rope_scaling is off",
+    ),
+    _Condition(
+        ("model.init_method_std",),
+        lambda config, _: config.checkpoint.initial_load_path is not None,
+        "the weights come from checkpoint.initial_load_path",
+    ),
+    _Condition(
+        ("data.prefetch_factor",),
+        lambda config, _: config.data.num_workers == 0,
+        "data.num_workers = 0: nothing is prepared ahead",
+    ),
+    _Condition(
+        ("training.eval_interval",),
+        lambda config, _: config.training.eval_iters == 0,
+        "training.eval_iters = 0: nothing is evaluated",
+    ),
+    _Condition(
+        _section("profiler", "profile"),
+        lambda config, _: not config.profiler.profile,
+        "profiler.profile is off",
+    ),
+    _Condition(
+        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes"),
+        lambda _, facts: facts.world_size == 1,
+        "one process has nobody to communicate with",
+    ),
+)
+
+
+def idle_fields(config: RunConfig, facts: LaunchFacts | None = None) -> list[Idle]:
+    """The fields of ``config`` that differ from their default to no effect, in the schema's order.
+
+    Args:
+        config: any configuration; the rules need not hold.
+        facts: how it is started; by default as one process.
+    """
+    facts = LaunchFacts() if facts is None else facts
+    reasons = {
+        field: condition.reason
+        for condition in _CONDITIONS
+        if condition.holds(config, facts)
+        for field in condition.fields
+    }
+    return [
+        Idle(leaf.path, reasons[leaf.path])
+        for leaf, value in leaf_values(config)
+        if leaf.path in reasons and value != leaf.default
+    ]

@@ -18,6 +18,7 @@ from drivetrain.engine.assembly import assemble
 from drivetrain.engine.devices import peak_for, select_device, set_threads, thread_count
 from drivetrain.engine.failures import explain
 from drivetrain.engine.loop import Outcome, train
+from drivetrain.engine.model.attention_products import attention_in_words
 from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks, join
 from drivetrain.engine.random_state import set_deterministic
 from drivetrain.engine.stop import StopRequest
@@ -116,6 +117,9 @@ def _begin(run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | No
             step=run.progress.step,
             threads=num_threads,
             device=run.device.name,
+            attention=attention_in_words(
+                run.decoder.compute_dtype, run.device.torch_device, run.config.model.attention_dropout
+            ),
         )
         if no_peak is not None:
             logbook.event("warning", message=f"no MFU: {no_peak}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["LEAST_TOKENS", "MOST_TOKENS", "attention_by_products", "pays"]
+__all__ = ["LEAST_TOKENS", "MOST_TOKENS", "attention_by_products", "attention_in_words", "pays"]
 
 LEAST_TOKENS = 32
 MOST_TOKENS = 2048
@@ -28,14 +28,25 @@ QUERIES_PER_BLOCK = 128
 
 
 def pays(q: Tensor, documents: int) -> bool:
-    """True where this was measured to be faster: bf16 on a CPU with bf16 dot products and no matrix unit."""
+    """True where this was measured to be faster, by dtype, processor and length of the documents."""
+    return _suits(q.dtype, q.device) and LEAST_TOKENS <= q.shape[0] // documents <= MOST_TOKENS
+
+
+def _suits(dtype: torch.dtype, device: torch.device) -> bool:
+    """bf16 on a CPU with bf16 dot products and no matrix unit."""
     return (
-        q.dtype == torch.bfloat16
-        and q.device.type == "cpu"
-        and LEAST_TOKENS <= q.shape[0] // documents <= MOST_TOKENS
+        dtype == torch.bfloat16
+        and device.type == "cpu"
         and torch.cpu._is_avx512_bf16_supported()
         and not torch.cpu._is_amx_tile_supported()
     )
+
+
+def attention_in_words(dtype: torch.dtype, device: torch.device, dropout: float) -> str:
+    """Which attention a run computes, for its record: the two round differently."""
+    if dropout == 0.0 and _suits(dtype, device):
+        return f"matrix products for documents of {LEAST_TOKENS} to {MOST_TOKENS} tokens, else torch SDPA"
+    return "torch SDPA"
 
 
 def attention_by_products(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: int) -> Tensor:

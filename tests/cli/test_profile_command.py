@@ -42,6 +42,7 @@ def test_two_ranks_are_profiled_calibrated_and_accounted_for(tiny: Tiny) -> None
         assert sum(whole["classes"].values()) + whole["unexplained_ns"] == whole["window_ns"]
         assert whole["unexplained_ns"] <= 0.01 * whole["window_ns"]
         assert whole["classes"]["compute.matmul"] > 0
+        assert whole["classes"]["compute.loss"] > 0
 
 
 def test_a_run_is_started_again_and_left_as_it_is(tiny: Tiny) -> None:

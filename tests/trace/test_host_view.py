@@ -41,6 +41,23 @@ def test_operators_that_do_the_work_are_the_compute() -> None:
     assert (found.busy_ns, found.compute_ns) == (50, 50)
 
 
+@pytest.mark.parametrize("name", ["_LinearCrossEntropySum", "_LinearCrossEntropySumBackward", "FusedCrossEntropyLoss"])
+def test_what_a_loss_of_ones_own_does_is_loss_but_for_its_matrix_products(name: str) -> None:
+    """A softmax alone looks like attention; inside a loss it is the loss."""
+    found = step_of(
+        operator(name, 0, 80),
+        operator("aten::mm", 0, 30),
+        operator("aten::_softmax", 30, 20),
+        operator("aten::mul", 50, 20),
+    )
+    assert dict(found.classes) == {
+        "compute.matmul": 30,
+        "compute.loss": 40,
+        "host.launch": 10,
+        "idle": 20,
+    }
+
+
 def test_operators_of_any_namespace_count() -> None:
     found = step_of(operator("mylib::fused_everything", 0, 30), operator("fsdp::chunk_cat", 40, 10))
     assert found.compute_ns == 40

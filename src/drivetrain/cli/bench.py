@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from drivetrain.cli.environment import require_packages
+from drivetrain.cli.output import show_document
 from drivetrain.errors import DrivetrainError
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def gemm(
 ) -> None:
     """Sustained dense matrix product."""
     seconds = parse_duration(sustain)
-    _require_torch()
+    require_packages("torch")
     from drivetrain.engine.ceilings import MATMUL_DTYPES, measure_matmul
 
     dtypes = dtype or ["bf16", "fp32"]
@@ -100,7 +102,7 @@ def memory(
 ) -> None:
     """Sustained memory traffic."""
     seconds = parse_duration(sustain)
-    _require_torch()
+    require_packages("torch")
     from drivetrain.engine.ceilings import measure_memory
 
     def measure(where: "Device", count: int, report: "Report") -> "CeilingEntry":
@@ -122,15 +124,6 @@ def parse_duration(text: str) -> float:
             f"--sustain {text!r}: a time above zero and up to a day, for example 20, 20s or 5m"
         )
     return seconds
-
-
-def _require_torch() -> None:
-    from importlib.util import find_spec
-
-    from drivetrain.errors import EnvironmentFault
-
-    if find_spec("torch") is None:
-        raise EnvironmentFault("bench needs torch, which is not installed: pip install 'torch>=2.11'")
 
 
 def _command_line() -> str:
@@ -202,11 +195,7 @@ class _ProgressLine:
 
 def _print(stored: "Sequence[tuple[CeilingEntry, StoredCeiling]]", as_json: bool) -> None:
     if as_json:
-        from drivetrain.archive.encoding import dumps
-
-        typer.echo(
-            dumps({"schema": 1, "ceilings": [_document(*one) for one in stored]}, indent=True).decode()
-        )
+        show_document({"schema": 1, "ceilings": [_document(*one) for one in stored]})
         return
     typer.echo("ceiling dtype threads        median           p10           p90  how")
     for entry, where in stored:

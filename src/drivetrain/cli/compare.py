@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from drivetrain.cli.output import show_document
 from drivetrain.cli.runs import AsJson, RunsDir, print_table
 
 if TYPE_CHECKING:
@@ -30,12 +31,11 @@ def _compare(
     Example: drivetrain compare baseline latest
     """
     from drivetrain.archive.compare import compare_runs
-    from drivetrain.archive.encoding import dumps
     from drivetrain.archive.listing import resolve_run
 
     comparison = compare_runs([resolve_run(reference, runs_dir) for reference in references])
     if as_json:
-        typer.echo(dumps(comparison.document(), indent=True).decode())
+        show_document(comparison.document())
         return
     _print_dimensions(comparison)
     _print_accounts(comparison)

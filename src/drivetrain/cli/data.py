@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from drivetrain.errors import EnvironmentFault
+from drivetrain.cli.environment import require_packages
+from drivetrain.cli.output import show_document
 
 if TYPE_CHECKING:
     from drivetrain.engine.data.progress import Progress
@@ -81,7 +82,7 @@ def _prepare(
 
     Example: drivetrain data prepare notes/ books.jsonl --output corpora/mine --vocab-size 8192
     """
-    _need_tokenizers()
+    require_packages("tokenizers")
     from drivetrain.engine.data.prepare import prepare
 
     with show_progress() as progress:
@@ -96,7 +97,7 @@ def _prepare(
         )
     document = {"prefix": output, **meta.to_json()}
     if as_json:
-        _print_json(document)
+        show_document(document)
         return
     typer.echo(f"{output}.bin, .idx: {meta.documents:,} documents, {meta.tokens:,} tokens")
     if meta.text_bytes is not None:
@@ -124,13 +125,13 @@ def _inspect(
 
     Example: drivetrain data inspect corpora/mine
     """
-    _need_tokenizers()
+    require_packages("tokenizers")
     from drivetrain.engine.data.inspection import inspect_corpus
 
     with show_progress() as progress:
         document = inspect_corpus(prefix, tokenizer, progress)
     if as_json:
-        _print_json(document)
+        show_document(document)
         return
     for key, value in document.items():
         if key not in ("schema", "first_sample") and not (key == "bits_per_byte_reason" and value is None):
@@ -153,16 +154,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    from drivetrain.archive.encoding import dumps
-
-    typer.echo(dumps(document, indent=True).decode())
-
-
-def _need_tokenizers() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("tokenizers") is None:
-        raise EnvironmentFault("`drivetrain data` needs tokenizers: pip install 'drivetrain[train]'")

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from drivetrain.cli.output import show_document
+
 if TYPE_CHECKING:
     from drivetrain.engine.environment import Examination
 
@@ -36,9 +38,7 @@ def doctor(
 
     examination = examine(deep)
     if as_json:
-        from drivetrain.archive.encoding import dumps
-
-        typer.echo(dumps(examination.document(), indent=True).decode())
+        show_document(examination.document())
     else:
         for line in _lines(examination):
             typer.echo(line)

@@ -1,9 +1,10 @@
 """``drivetrain mfu``: one figure under every rule."""
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
+
+from drivetrain.cli.output import show_document
 
 if TYPE_CHECKING:
     from drivetrain.config import ModelConfig
@@ -85,7 +86,7 @@ def mfu(
     )
     answer = utilisation(figure)
     if as_json:
-        typer.echo(json.dumps(_document(loaded.name, figure, answer), indent=2))
+        show_document(_document(loaded.name, figure, answer))
     else:
         _show(loaded.name, figure, answer)
 

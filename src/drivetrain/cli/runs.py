@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from drivetrain.cli.output import show_document
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -25,12 +27,6 @@ def print_table(table: "Table") -> None:
 
     # A table takes the width it needs; the limit only has to be out of reach.
     Console(highlight=False, markup=False, emoji=False, width=100_000).print(table)
-
-
-def _print_document(document: Any) -> None:
-    from drivetrain.archive.encoding import dumps
-
-    typer.echo(dumps(document, indent=True).decode())
 
 
 def _plain_table() -> "Table":
@@ -84,7 +80,7 @@ def _list(runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
     for fault in faults:
         typer.echo(f"warning: left out: {fault}", err=True)
     if as_json:
-        _print_document({"schema": 1, "runs": rows, "unreadable": faults})
+        show_document({"schema": 1, "runs": rows, "unreadable": faults})
         return
     if not rows:
         typer.echo(f"no runs in {runs_dir}", err=True)
@@ -130,7 +126,7 @@ def _show(reference: _Reference, runs_dir: RunsDir = "runs", as_json: AsJson = F
     run = resolve_run(reference, runs_dir)
     figures = figures_of(run)
     if as_json:
-        _print_document(
+        show_document(
             {
                 "schema": 1,
                 **_row(run),
@@ -249,7 +245,7 @@ def _tag(
         append_event(run.path, "tag", tag=tag, action="remove" if remove else "add")
     tags = run.tags()
     if as_json:
-        _print_document({"schema": 1, "run": run.path.name, "tags": tags})
+        show_document({"schema": 1, "run": run.path.name, "tags": tags})
     else:
         typer.echo(f"{run.path.name}: {' '.join(tags) or 'no tags'}")
 

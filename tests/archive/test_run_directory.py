@@ -193,11 +193,12 @@ def test_ranks_write_files_of_their_own_that_are_shadowed_alike(make_run: MakeRu
     writer = make_run()
     for start in (1, 3):
         segment = writer.open_segment(start)
-        other = RankLog(writer.path, segment=segment, rank=12, start_step=start)
+        logs = {rank: RankLog(writer.path, segment=segment, rank=rank, start_step=start) for rank in (0, 12)}
         for step in range(start, start + 3):
-            writer.log_rank(0, step, {"time/step_s": float(start)})
-            other.log(step, {"time/step_s": 10.0 * start})
-        other.close()
+            logs[0].log(step, {"time/step_s": float(start)})
+            logs[12].log(step, {"time/step_s": 10.0 * start})
+        for log in logs.values():
+            log.close()
     writer.close()
     ranks = open_run(writer.path).ranks()
     assert set(ranks) == {0, 12}

@@ -9,8 +9,9 @@ import pytest
 from drivetrain.engine.data import standard_library as subject
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.progress import Progress
-from drivetrain.engine.data.standard_library import cache_folder, standard_library_corpus
+from drivetrain.engine.data.standard_library import standard_library_corpus
 from drivetrain.errors import DataError
+from drivetrain.measure.machine import cache_folder
 
 
 @pytest.fixture
@@ -113,6 +114,8 @@ def test_a_machine_without_the_source_is_told_so(tmp_path: Path, monkeypatch: py
 def test_the_cache_folder_can_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_CACHE", "/somewhere")
     assert cache_folder() == Path("/somewhere")
+    monkeypatch.setenv("DRIVETRAIN_CACHE", "~/elsewhere")
+    assert cache_folder() == Path.home() / "elsewhere", "the same folder that ceilings are kept in"
     monkeypatch.delenv("DRIVETRAIN_CACHE")
     assert cache_folder() == Path.home() / ".cache" / "drivetrain"
 

@@ -141,18 +141,15 @@ class RunWriter:
     Attributes:
         path: the run directory.
         segment: index of the open segment; None before :meth:`open_segment`.
-        start_step: first step of the open segment.
     """
 
     def __init__(self, path: Path, *, on_fault: Callable[[str], None] | None = None) -> None:
         """Not called directly: use :meth:`create` or :meth:`resume`."""
         self.path = path
         self.segment: int | None = None
-        self.start_step = 0
         self._on_fault = on_fault
         self._events = LineWriter(path / "events.jsonl", on_fault=on_fault)
         self._metrics: LineWriter | None = None
-        self._ranks: dict[int, RankLog] = {}
         self._lock: int | None = None
 
     @classmethod
@@ -244,7 +241,7 @@ class RunWriter:
         # A segment without its header cannot be read, so this line may not get lost.
         self._metrics.write(_header("metrics", index, start_step))
         self._metrics.on_fault = self._on_fault
-        self.segment, self.start_step = index, start_step
+        self.segment = index
         return index
 
     def log_metrics(
@@ -261,19 +258,6 @@ class RunWriter:
         assert self._metrics is not None, "open_segment() comes first"
         assert values.keys() <= METRICS.keys(), f"not in METRICS: {sorted(values.keys() - METRICS.keys())}"
         self._metrics.write(_metric_line(step, values, tags))
-
-    def log_rank(self, rank: int, step: int, values: Mapping[str, float | int | None]) -> None:
-        """Append a rank's own times of one step, from the process that owns the run (others: ``RankLog``)."""
-        assert self.segment is not None, "open_segment() comes first"
-        if rank not in self._ranks:
-            self._ranks[rank] = RankLog(
-                self.path,
-                segment=self.segment,
-                rank=rank,
-                start_step=self.start_step,
-                on_fault=self._on_fault,
-            )
-        self._ranks[rank].log(step, values)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event (one of :data:`EVENT_KINDS`) with its own fields.
@@ -311,9 +295,6 @@ class RunWriter:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
-        for log in self._ranks.values():
-            log.close()
-        self._ranks.clear()
 
     def _make_segment(self) -> tuple[Path, int]:
         folder = self.path / "segments"

@@ -57,14 +57,12 @@ def total_tokens(config: RunConfig) -> int:
 
 def decay_tokens(config: RunConfig) -> int:
     """Tokens at which the decay of the learning rate ends."""
-    given = config.lr_schedule.lr_decay_tokens
-    return total_tokens(config) if given is None else given
+    return config.lr_schedule.decay_end(total_tokens(config))
 
 
 def wsd_decay_tokens(config: RunConfig) -> int:
     """Length of the final decay of the WSD schedule, in tokens."""
-    given = config.lr_schedule.lr_wsd_decay_tokens
-    return max(1, decay_tokens(config) // 5) if given is None else given
+    return config.lr_schedule.wsd_decay_length(total_tokens(config))
 
 
 def split_weights(data: DataConfig) -> tuple[float, float]:

@@ -85,3 +85,13 @@ class LearningRateScheduleConfig(Section):
     """Length of the final decay of WSD, in tokens. Derived when absent: one fifth of lr_decay_tokens."""
     lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt"] = "linear"
     """Shape of the final decay of WSD."""
+
+    def decay_end(self, total_tokens: int) -> int:
+        """lr_decay_tokens, or the value derived for it in a run of ``total_tokens``."""
+        return total_tokens if self.lr_decay_tokens is None else self.lr_decay_tokens
+
+    def wsd_decay_length(self, total_tokens: int) -> int:
+        """lr_wsd_decay_tokens, or the value derived for it in a run of ``total_tokens``."""
+        if self.lr_wsd_decay_tokens is not None:
+            return self.lr_wsd_decay_tokens
+        return max(1, self.decay_end(total_tokens) // 5)

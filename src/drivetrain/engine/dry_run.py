@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from drivetrain.config import RunConfig
-from drivetrain.config.derive import num_microbatches, tokens_per_step
-from drivetrain.engine.model.batch import Batch
+from drivetrain.config.derive import num_microbatches, tokens_per_step, total_tokens
+from drivetrain.engine.model.batch import whole_sequences
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.precision import compute_dtype
 from drivetrain.engine.schedule import learning_rate
@@ -59,7 +59,8 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     model, training = config.model, config.training
     with torch.device("meta"):
         decoder = Decoder(model, compute_dtype(config.precision))
-    batch = _empty_batch(training.micro_batch_size, model.seq_length)
+    shape = (training.micro_batch_size, model.seq_length)
+    batch = whole_sequences(torch.empty(shape, dtype=torch.int64, device="meta"))
     logits = decoder(batch)
     decoder.loss_sum(batch).backward()
     shapes = tuple(
@@ -71,14 +72,14 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     parameters = sum(shape.elements for shape in shapes)
     assert parameters == parameter_count(model).total, "the counted model and the built one differ"
     per_step = tokens_per_step(config)
-    total_tokens = per_step * training.train_iters
+    in_all = total_tokens(config)
     steps = sorted({0, training.train_iters // 2, training.train_iters - 1})
     return DryRun(
         parameters=parameters,
         state_bytes=_BYTES_OF_STATE * parameters,
         num_microbatches=num_microbatches(config, world_size),
         tokens_per_step=per_step,
-        total_tokens=total_tokens,
+        total_tokens=in_all,
         model_flops_per_step=model_flops(
             model,
             tokens=per_step,
@@ -88,25 +89,9 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
         learning_rates=tuple(
             (
                 step + 1,
-                learning_rate(
-                    step * per_step + per_step // 2, config.optimizer, config.lr_schedule, total_tokens
-                ),
+                learning_rate(step * per_step + per_step // 2, config.optimizer, config.lr_schedule, in_all),
             )
             for step in steps
         ),
         shapes=shapes,
-    )
-
-
-def _empty_batch(batch_size: int, seq_length: int) -> Batch:
-    ids = torch.empty(batch_size, seq_length, dtype=torch.int64, device="meta")
-    tokens = batch_size * seq_length
-    return Batch(
-        token_ids=ids,
-        labels=ids,
-        loss_mask=torch.empty(batch_size, seq_length, dtype=torch.bool, device="meta"),
-        position_ids=ids,
-        cu_seqlens=torch.arange(0, tokens + 1, seq_length, dtype=torch.int32),
-        num_valid_tokens=tokens,
-        sum_squared_lengths=batch_size * seq_length**2,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.model.batch import whole_sequences
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.errors import DrivetrainError
 
@@ -61,8 +61,8 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(max_new_tokens):
-        context = tokens[-context_length:]
-        logits = decoder(_as_batch(context, device))[0, -1, :vocab_size].float().cpu()
+        context = torch.tensor([tokens[-context_length:]], dtype=torch.int64, device=device)
+        logits = decoder(whole_sequences(context))[0, -1, :vocab_size].float().cpu()
         token = _draw(logits, temperature, top_k, generator)
         if token == end_id:
             return
@@ -78,17 +78,3 @@ def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch
         logits = logits.masked_fill(logits < threshold, float("-inf"))
     probabilities = torch.softmax(logits / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def _as_batch(tokens: Sequence[int], device: torch.device) -> Batch:
-    ids = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
-    length = len(tokens)
-    return Batch(
-        token_ids=ids,
-        labels=ids,
-        loss_mask=torch.ones_like(ids, dtype=torch.bool),
-        position_ids=torch.arange(length, device=device)[None],
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-        num_valid_tokens=length,
-        sum_squared_lengths=length * length,
-    )

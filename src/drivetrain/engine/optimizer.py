@@ -108,7 +108,7 @@ def load_optimizer_state(optimizer: torch.optim.AdamW, tensors: Mapping[str, Ten
     copy_tensors(tensors, optimizer_state(optimizer), "the optimizer state")
 
 
-def set_learning_rate(optimizer: torch.optim.AdamW, learning_rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Use ``learning_rate`` for all parameters from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

@@ -35,11 +35,10 @@ def learning_rate(
         return optimizer.lr * tokens_seen / warmup
     if lr_schedule.lr_decay_style == "constant":
         return optimizer.lr
-    end = total_tokens if lr_schedule.lr_decay_tokens is None else lr_schedule.lr_decay_tokens
+    end = lr_schedule.decay_end(total_tokens)
     start, shape = warmup, "cosine"
     if lr_schedule.lr_decay_style == "WSD":
-        length = lr_schedule.lr_wsd_decay_tokens
-        start = max(warmup, end - (max(1, end // 5) if length is None else length))
+        start = max(warmup, end - lr_schedule.wsd_decay_length(total_tokens))
         shape = lr_schedule.lr_wsd_decay_style
     if tokens_seen >= end:
         return lr_schedule.min_lr

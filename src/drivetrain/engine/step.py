@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
-from drivetrain.engine.optimizer import clip_gradients
+from drivetrain.engine.optimizer import clip_gradients, set_learning_rate
 from drivetrain.engine.parallel.data_parallel import DataParallel
 from drivetrain.engine.parallel.process_group import ProcessGroup
 from drivetrain.engine.timing import Mark, mark
@@ -79,8 +79,7 @@ class Stepper:
                 int(stop_requested),
             ]
         )
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
 
         loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         counts: list[int] = []

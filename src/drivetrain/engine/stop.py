@@ -46,8 +46,3 @@ class StopRequest:
                 raise KeyboardInterrupt
         self.requested = True
         self.signal_name = signal.Signals(number).name
-
-    def ask(self, because: str) -> None:
-        """Ask from inside the program, as a signal would."""
-        self.requested = True
-        self.signal_name = because

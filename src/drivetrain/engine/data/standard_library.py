@@ -16,15 +16,11 @@ from drivetrain.engine.data.prepare import prepare_sources, tokenizer_path_of
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
 from drivetrain.engine.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, tokenizer_hash
 from drivetrain.errors import DataError
+from drivetrain.measure.machine import cache_folder
 
-__all__ = ["cache_folder", "standard_library_corpus"]
+__all__ = ["standard_library_corpus"]
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
-
-
-def cache_folder() -> Path:
-    """``$DRIVETRAIN_CACHE``, or ``~/.cache/drivetrain``."""
-    return Path(os.environ.get("DRIVETRAIN_CACHE") or Path.home() / ".cache" / "drivetrain")
 
 
 def standard_library_corpus(

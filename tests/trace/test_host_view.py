@@ -41,7 +41,9 @@ def test_operators_that_do_the_work_are_the_compute() -> None:
     assert (found.busy_ns, found.compute_ns) == (50, 50)
 
 
-@pytest.mark.parametrize("name", ["_LinearCrossEntropySum", "_LinearCrossEntropySumBackward", "FusedCrossEntropyLoss"])
+@pytest.mark.parametrize(
+    "name", ["_LinearCrossEntropySum", "_LinearCrossEntropySumBackward", "FusedCrossEntropyLoss"]
+)
 def test_what_a_loss_of_ones_own_does_is_loss_but_for_its_matrix_products(name: str) -> None:
     """A softmax alone looks like attention; inside a loss it is the loss."""
     found = step_of(

@@ -15,20 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from harness.blocks import Block
 from harness.claims import Claim, claim_of_ratios, document
-from harness.ours import run_ours
+from harness.ours import our_side
+from harness.session import Pace, Ran, run_session
 from harness.workload import Workload
 
 LIMIT = 0.005
 KEEPS_MEMORY = "malloc that keeps memory"
-WARMUP = 4
+FULL = Pace(warmup=5, steps=10, rounds=4, attempts=5, patience_s=120.0)
+QUICK = Pace(warmup=5, steps=10, rounds=2, attempts=1, patience_s=1.0)
 
 
-def claim_of(preset: str, blocks: Sequence[Block]) -> Claim:
-    """``blocks`` hold the share of each timed step."""
-    shares = [share for block in blocks for share in block.hooks]
-    step_s = median(second for block in blocks for second in block.step_s)
+def claim_of(preset: str, ran: Ran, warmup: int) -> Claim:
+    """The share of each step after warm-up; a disturbed step counts too, its hooks were disturbed with it."""
+    shares = ran.done.hooks[warmup:]
+    step_s = median(block.median_s for block in ran.blocks)
     return claim_of_ratios(
         f"logging at every step, {preset}: 0.5% over the share of a step spent inside our hooks",
         "none",
@@ -42,21 +43,17 @@ def claim_of(preset: str, blocks: Sequence[Block]) -> Claim:
     )
 
 
-def run(presets: Sequence[str], steps: int, blocks: int, patience_s: float) -> list[Claim]:
+def run(presets: Sequence[str], pace: Pace) -> list[Claim]:
     """One claim for each preset."""
     claims = []
     with tempfile.TemporaryDirectory(prefix="logging-overhead-") as name:
         for preset in presets:
-            # No files are needed: our side reads the corpus.
-            work = Workload(Path(name), preset, 8, 1, WARMUP + steps)
-            ran = []
-            for _ in range(blocks):
-                ran.append(run_ours(work, KEEPS_MEMORY, compiled=False, warmup=WARMUP, patience_s=patience_s))
-                share = median(ran[-1].hooks)
-                print(
-                    f"{preset}: {share:.4%} of {ran[-1].median_s * 1e3:.0f} ms", file=sys.stderr, flush=True
-                )
-            claims.append(claim_of(preset, ran))
+            # Its files are not written: our side reads the corpus.
+            work = Workload(Path(name) / "work", preset, 8, 1, 2000)
+            sides = {preset: our_side(work, KEEPS_MEMORY, compiled=False)}
+            ran = run_session(sides, [preset] * pace.rounds, Path(name).resolve() / preset, pace)
+            claims.append(claim_of(preset, ran[preset], pace.warmup))
+            print(f"{claims[-1].ratio:.1f} {claims[-1].note}", file=sys.stderr, flush=True)
     return claims
 
 
@@ -73,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     presets = options.preset or (["llama-2m"] if options.quick else ["llama-2m", "llama-10m"])
-    claims = run(presets, 30, 1 if options.quick else 2, patience_s=2.0 if options.quick else 180.0)
+    claims = run(presets, QUICK if options.quick else FULL)
     if options.json:
         print(document(claims))
 

@@ -1,41 +1,67 @@
 """Our side: the real ``drivetrain train`` command, logging at every step; times come from its metrics."""
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import orjson
+
 from drivetrain.archive.reader import open_run
 from drivetrain.measure.parameters import parameter_count
-from harness.blocks import Block, Record, measure
+from harness.lanes import Done, Side
 from harness.workload import Workload, environment
 
-__all__ = ["run_ours"]
+__all__ = ["our_side"]
+
+INTERRUPTED = 130
 
 
-def run_ours(
-    work: Workload, allocator: str, *, compiled: bool, warmup: int, patience_s: float = 180.0
-) -> Block:
-    """One block of ``drivetrain train``."""
-    command = [sys.executable, "-m", "drivetrain", "train", work.preset, *work.overrides()]
-    command += [f"fusion.compile={json.dumps(compiled)}", "--json"]
-    side = f"drivetrain, fusion.compile={json.dumps(compiled)}"
-    return measure(side, command, environment(allocator), _read, warmup=warmup, patience_s=patience_s)
+def our_side(work: Workload, allocator: str, *, compiled: bool) -> Side:
+    """``drivetrain train`` on the workload."""
+    value = json.dumps(compiled)
+    return Side(
+        name=f"drivetrain, fusion.compile={value}",
+        command=[
+            *(sys.executable, "-m", "drivetrain", "train", work.preset),
+            *work.overrides(),
+            f"fusion.compile={value}",
+            "--json",
+        ],
+        environment=environment(allocator),
+        stamps=_stamps,
+        end=_end,
+        done=_done,
+        exit_codes=(INTERRUPTED,),
+    )
 
 
-def _read(folder: Path) -> Record:
-    """The records of the run in ``folder``.
+def _stamps(folder: Path) -> list[float]:
+    """When each record was written.
 
     A step's record is written while the next step is handed in, so the time between two records is one whole
-    period of the loop, logging and all. The last is written after the loop and is left out.
+    period of the loop, logging and all.
     """
-    summary = json.loads((folder / "stdout").read_text())
-    run = open_run(folder / summary["run"])
-    records = run.metrics()
-    config = run.config()
-    return Record(
-        ended=[record["time"] for record in records[:-1]],
-        losses=[record["train/loss"] for record in records],
+    found = sorted(folder.glob("runs/*/segments/0000/metrics.jsonl"))
+    if not found:
+        return []
+    lines = found[0].read_bytes().split(b"\n")[:-1]
+    return [record["time"] for record in map(orjson.loads, lines) if "step" in record]
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    del folder
+    process.send_signal(signal.SIGINT)
+
+
+def _done(folder: Path) -> Done:
+    run = open_run(next(folder.glob("runs/*")))
+    records, config = run.metrics(), run.config()
+    return Done(
         parameters=parameter_count(config.model).total,
         tokens_per_step=config.training.global_batch_size * config.model.seq_length,
-        hooks=[record["time/hooks_s"] / record["time/step_s"] for record in records[:-1]],
+        losses=[record["train/loss"] for record in records],
+        steps=len(records),
+        hooks=[record["time/hooks_s"] / record["time/step_s"] for record in records],
     )

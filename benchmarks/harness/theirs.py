@@ -1,41 +1,46 @@
 """A peer's side: its script in a process of its own."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from harness.blocks import Block, Record, measure
+from harness.lanes import Done, Side
 from harness.workload import Workload, environment
 from peers.settings import MODULES
 
-__all__ = ["run_peer"]
+__all__ = ["peer_side"]
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 
 
-def run_peer(
-    work: Workload,
-    allocator: str,
-    peer: str,
-    settings: dict[str, Any],
-    *,
-    label: str,
-    warmup: int,
-    patience_s: float = 180.0,
-) -> Block:
-    """One block of ``peer`` with ``settings``."""
-    command = [sys.executable, "-W", "ignore", "-m", MODULES[peer], str(work.folder), json.dumps(settings)]
-    variables = {**environment(allocator), "PYTHONPATH": str(BENCHMARKS)}
-    return measure(f"{peer}, {label}", command, variables, _read, warmup=warmup, patience_s=patience_s)
-
-
-def _read(folder: Path) -> Record:
-    record = json.loads((folder / "record.json").read_text())
-    return Record(
-        ended=record["ended"],
-        losses=record["losses"],
-        parameters=record["parameters"],
-        tokens_per_step=record["tokens_per_step"],
-        hooks=[],
+def peer_side(work: Workload, allocator: str, peer: str, label: str, settings: dict[str, Any]) -> Side:
+    """``peer`` with ``settings``, which ``label`` puts in words."""
+    return Side(
+        name=f"{peer}, {label}",
+        command=[
+            *(sys.executable, "-W", "ignore", "-m", MODULES[peer]),
+            str(work.folder),
+            json.dumps(settings),
+        ],
+        environment={**environment(allocator), "PYTHONPATH": str(BENCHMARKS)},
+        stamps=_stamps,
+        end=_end,
+        done=_done,
     )
+
+
+def _stamps(folder: Path) -> list[float]:
+    path = folder / "stamps"
+    return [float(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    del process
+    (folder / "stop").touch()
+
+
+def _done(folder: Path) -> Done:
+    record = json.loads((folder / "record.json").read_text())
+    return Done(**record, steps=len(_stamps(folder)), hooks=[])

@@ -17,7 +17,7 @@ class Stamping(TrainerCallback):
         self._stamps = stamps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:  # noqa: ARG002
-        self._stamps.stamp()
+        control.should_training_stop |= self._stamps.stamp()
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
@@ -48,9 +48,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     stamps = Stamps()
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Stamping(stamps)])
     result = trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    work["seq_length"] = len(rows[0]["input_ids"])
-    write_record(model, work, stamps, losses or [result.training_loss])
+    write_record(model, work, rows.seq_length, [result.training_loss])
 
 
 if __name__ == "__main__":

@@ -41,6 +41,18 @@ class LanguageModel(lightning.LightningModule):
         )
 
 
+class OwnClipping(LanguageModel):
+    """Clips with torch's function in the hook that Lightning has for it."""
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,  # noqa: ARG002
+        gradient_clip_val: Any = None,
+        gradient_clip_algorithm: Any = None,  # noqa: ARG002
+    ) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
+
 class Stamping(lightning.Callback):
     """A batch ends after the update; with accumulation every ``num_microbatches``-th ends a step."""
 
@@ -49,21 +61,22 @@ class Stamping(lightning.Callback):
         self._batches = 0
         self._num_microbatches = num_microbatches
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._batches += 1
         if self._batches % self._num_microbatches == 0:
-            self._stamps.stamp()
+            trainer.should_stop |= self._stamps.stamp()
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
-    """Train. ``settings``: ``attention``, ``compile``, ``adamw``, ``log``, ``precision``, and ``arguments``
-    for Trainer."""
+    """Train. ``settings``: ``attention``, ``compile``, ``adamw``, ``own_clipping``, ``log``,
+    ``precision``, ``loader``, and ``arguments`` for Trainer."""
     work = read_work(folder)
     rows = Rows(folder)
     precision = settings.get("precision", "bf16-mixed")
     model = load_model(folder, settings.get("attention"))
     compiled = torch.compile(model, **settings["compile"]) if "compile" in settings else model
-    module = LanguageModel(compiled, work, settings)
+    kind = OwnClipping if settings.get("own_clipping") else LanguageModel
+    module = kind(compiled, work, settings)
     stamps = Stamps()
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -79,8 +92,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
         rows, batch_size=work["micro_batch_size"], shuffle=False, **settings.get("loader", {})
     )
     trainer.fit(module, loader)
-    work["seq_length"] = len(rows[0]["input_ids"])
-    write_record(model, work, stamps, [float(loss) for loss in module.losses])
+    write_record(model, work, rows.seq_length, [float(loss) for loss in module.losses])
 
 
 if __name__ == "__main__":

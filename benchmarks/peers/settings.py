@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["CANDIDATES", "DEFAULTS", "INFORMATION", "MODULES"]
+__all__ = ["CANDIDATES", "DEFAULTS", "INFORMATION", "KNOWN_BEST", "MODULES"]
 
 MODULES = {
     "huggingface": "peers.huggingface_trainer",
@@ -23,6 +23,8 @@ _LIGHTNING_QUIET = {
     "enable_checkpointing": False,
     "enable_model_summary": False,
 }
+# Lightning refuses its own clipping beside a fused optimizer under bf16-mixed; its hook for clipping does not.
+_FUSED = {"adamw": {"fused": True}, "own_clipping": True}
 _LIGHTNING = {"log": False, "arguments": _LIGHTNING_QUIET}
 
 CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
@@ -34,32 +36,32 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
             "attention": "eager",
             "arguments": {**_HF_QUIET, "torch_compile": True},
         },
-        "torch_compile, sdpa, no logging, 1 loader worker": {
-            "arguments": {**_HF_QUIET, "torch_compile": True, "dataloader_num_workers": 1}
+        "torch_compile, eager attention, no logging, 1 loader worker": {
+            "attention": "eager",
+            "arguments": {**_HF_QUIET, "torch_compile": True, "dataloader_num_workers": 1},
         },
     },
     "lightning": {
-        "sdpa, fused AdamW, no logging": {**_LIGHTNING, "adamw": {"fused": True}},
-        "torch.compile, sdpa, fused AdamW, no logging": {
-            **_LIGHTNING,
-            "adamw": {"fused": True},
-            "compile": {},
-        },
+        "sdpa, fused AdamW, no logging": {**_LIGHTNING, **_FUSED},
+        "eager attention, fused AdamW, no logging": {**_LIGHTNING, **_FUSED, "attention": "eager"},
+        "torch.compile, sdpa, fused AdamW, no logging": {**_LIGHTNING, **_FUSED, "compile": {}},
         "torch.compile, eager attention, fused AdamW, no logging": {
             **_LIGHTNING,
-            "adamw": {"fused": True},
+            **_FUSED,
             "compile": {},
             "attention": "eager",
         },
-        "torch.compile, sdpa, foreach AdamW, no logging": {
+        "torch.compile, eager attention, foreach AdamW, no logging": {
             **_LIGHTNING,
             "adamw": {"foreach": True},
             "compile": {},
+            "attention": "eager",
         },
-        "torch.compile, sdpa, fused AdamW, no logging, 1 loader worker": {
+        "torch.compile, eager attention, fused AdamW, no logging, 1 loader worker": {
             **_LIGHTNING,
-            "adamw": {"fused": True},
+            **_FUSED,
             "compile": {},
+            "attention": "eager",
             "loader": {"num_workers": 1, "persistent_workers": True},
         },
     },
@@ -72,7 +74,17 @@ INFORMATION: dict[str, dict[str, dict[str, Any]]] = {
             **_LIGHTNING,
             "adamw": {"fused": True},
             "compile": {},
+            "attention": "eager",
             "precision": "bf16-true",
         }
     },
 }
+
+KNOWN_BEST: dict[str, tuple[str, dict[str, Any]]] = {
+    peer: (label, CANDIDATES[peer][label])
+    for peer, label in {
+        "huggingface": "eager attention, no logging",
+        "lightning": "eager attention, fused AdamW, no logging",
+    }.items()
+}
+"""What is quick to start: eager, because --quick has no time to compile."""

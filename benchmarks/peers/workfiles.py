@@ -16,8 +16,11 @@ __all__ = ["Rows", "Stamps", "decay_groups", "load_model", "read_work", "write_r
 class Rows(Dataset[dict[str, Tensor]]):
     """Rows of token ids in memory; a causal model's labels are its inputs, it shifts them itself."""
 
+    seq_length: int
+
     def __init__(self, folder: Path) -> None:
         self._rows = torch.from_numpy(np.load(folder / "rows.npy"))
+        self.seq_length = self._rows.shape[1]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -27,14 +30,15 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Stamps:
-    """The moments at which steps ended."""
+    """Writes the moments at which steps ended to ``stamps``, a line each; ``stop`` asks for the end."""
 
     def __init__(self) -> None:
-        self.ended: list[float] = []
+        self._file = Path("stamps").open("w", encoding="ascii", buffering=1)  # noqa: SIM115
 
-    def stamp(self) -> None:
-        """A step ends here."""
-        self.ended.append(time.time())
+    def stamp(self) -> bool:
+        """A step ends here; true when training should end."""
+        self._file.write(f"{time.time()!r}\n")
+        return Path("stop").exists()
 
 
 def read_work(folder: Path) -> dict[str, Any]:
@@ -61,13 +65,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def write_record(model: nn.Module, work: dict[str, Any], stamps: Stamps, losses: list[float]) -> None:
+def write_record(model: nn.Module, work: dict[str, Any], seq_length: int, losses: list[float]) -> None:
     """``record.json`` in the current folder."""
-    rows_per_step = work["micro_batch_size"] * work["num_microbatches"]
     record = {
-        "ended": stamps.ended,
         "losses": losses,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "tokens_per_step": rows_per_step * work["seq_length"],
+        "tokens_per_step": work["micro_batch_size"] * work["num_microbatches"] * seq_length,
     }
     Path("record.json").write_text(json.dumps(record), encoding="utf-8")

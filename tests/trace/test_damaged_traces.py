@@ -156,6 +156,29 @@ def test_integers_beyond_64_bits_are_left_out() -> None:
     assert int((trace.events.correlation == -1).sum()) == int((whole().correlation == -1).sum()) + 2
 
 
+@pytest.mark.parametrize(
+    ("member", "finding"),
+    [
+        ('{"rank": 0, "world_size": 1000000000000000000000000000000}', "integer_overflow"),
+        ('{"rank": 0, "more": [1, {"id": -9223372036854775809}]}', "integer_overflow"),
+        ('{"rank": 0, "more": ' + "[" * 200 + "]" * 200 + "}", "damaged_metadata"),
+        ('{"rank": 0, "more": ' + "[" * 100_000 + "]" * 100_000 + "}", "damaged_metadata"),
+        ("\"{'rank': 0, 'more': {1, 2}}\"", "damaged_metadata"),
+    ],
+)
+def test_metadata_that_no_json_can_hold_is_left_out(tmp_path: Path, member: str, finding: str) -> None:
+    """Also from the cache, which is JSON."""
+    path = tmp_path / "t.json"
+    event = (
+        '{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 5, "dur": 2, "pid": 1, "tid": 1, "args": {}}'
+    )
+    path.write_text(f'{{"schemaVersion": 1, "distributedInfo": {member}, "traceEvents": [{event}]}}')
+    first, second = read_trace(path), read_trace(path)
+    assert len(first.events) == 1
+    assert finding in {one.id for one in first.health}
+    assert (second.metadata, second.rank, second.health) == (first.metadata, first.rank, first.health)
+
+
 def test_records_at_time_zero_are_dropped() -> None:
     trace = read("zero_timestamp.json")
     assert found(trace) == {"zero_timestamp": 2}

@@ -1,6 +1,7 @@
 """Where steps are found, and which device time is theirs."""
 
 import numpy as np
+import pytest
 from event_tables import Row, kernel, table_of
 
 from drivetrain.trace.steps import cpu_windows, device_windows, find_steps, repeated_pattern
@@ -144,3 +145,14 @@ def test_a_sequence_without_repetition_has_no_period() -> None:
 
 def test_no_events_have_no_steps() -> None:
     assert find_steps(EventTable.empty()).marks == ()
+
+
+@pytest.mark.parametrize("number", ["9" * 19, "1" + "0" * 20, "9" * 5000])
+def test_a_step_number_beyond_64_bits_is_no_step(number: str) -> None:
+    table = table_of(
+        [
+            Row(Category.ANNOTATION, f"ProfilerStep#{number}", 0, 100),
+            Row(Category.ANNOTATION, "ProfilerStep#4", 100, 100),
+        ]
+    )
+    assert [mark.number for mark in find_steps(table).marks] == [4]

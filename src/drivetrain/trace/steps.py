@@ -34,7 +34,8 @@ UNKNOWN_TIME: int = int(np.iinfo(np.int64).min)
 
 Origin = Literal["profiler_step", "optimizer_step", "pattern", "none"]
 
-_PROFILER_STEP = re.compile(r"ProfilerStep\s*#?\s*(\d+)$")
+_PROFILER_STEP = re.compile(r"ProfilerStep\s*#?\s*(\d{1,18})$")
+"""No job counts so far that a number does not fit 64 bits: a longer one is damage."""
 _OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
 
 

@@ -24,6 +24,9 @@ _RANK_IN_NAME: Final = (
     re.compile(r"(?:^|[^a-z])worker[-_. ]?(\d+)(?!\d)", re.IGNORECASE),
 )
 _MOST_RANK: Final = 10_000_000
+_DEEPEST: Final = 32
+_LEFT_OUT: Final = object()
+"""Stands for a value that is left out."""
 
 
 def metadata_of(document: Document, found: Counter[str]) -> dict[str, Any]:
@@ -38,7 +41,34 @@ def metadata_of(document: Document, found: Counter[str]) -> dict[str, Any]:
     for key in _TEXT_MAPPINGS:
         if isinstance(metadata.get(key), str):
             metadata[key] = _mapping(metadata[key])
-    return metadata
+    plain: dict[str, Any] = _plain(metadata, found)
+    return plain
+
+
+def _plain(value: Any, found: Counter[str], depth: int = 0) -> Any:
+    """A value as JSON can hold it again: no integer beyond 64 bits, no half of a surrogate pair, no deep nest."""
+    if isinstance(value, dict | list | tuple) and depth >= _DEEPEST:
+        found["damaged_metadata"] += 1
+        return _LEFT_OUT
+    if isinstance(value, dict):
+        plain = {str(key): _plain(item, found, depth + 1) for key, item in value.items()}
+        return {_text(key): item for key, item in plain.items() if item is not _LEFT_OUT}
+    if isinstance(value, list | tuple):
+        items = [_plain(item, found, depth + 1) for item in value]
+        return [item for item in items if item is not _LEFT_OUT]
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        found["integer_overflow"] += 1
+        return _LEFT_OUT
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    found["damaged_metadata"] += 1
+    return _LEFT_OUT
+
+
+def _text(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _members(text: bytes, found: Counter[str]) -> dict[str, Any]:
@@ -46,7 +76,7 @@ def _members(text: bytes, found: Counter[str]) -> dict[str, Any]:
     for candidate, applied in ((text, None), (repaired(text, repairs), repairs)):
         try:
             members = msgspec.json.decode(candidate)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         if isinstance(members, dict):
             found.update(applied)
@@ -65,7 +95,7 @@ def _important_members(text: bytes) -> dict[str, Any]:
             try:
                 members[key[1].decode()] = msgspec.json.decode(text[key.end() : key.end() + end])
                 break
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
     return members
 

@@ -44,6 +44,7 @@ def train(writer: RunWriter, steps: int = 3, loss: float = 2.5) -> None:
     for step in range(1, steps + 1):
         values = {
             "train/loss": loss,
+            "time/step_s": 1.0,
             "throughput/tokens_per_sec": 1000.0 * step,
             "throughput/device/mfu": 0.25,
         }

@@ -66,6 +66,14 @@ def test_a_batch_without_a_token_that_carries_loss_has_no_loss(recorder: tuple[R
     assert made.last_loss == 3.0
 
 
+def test_the_first_steps_are_tagged_as_warm_up(recorder: tuple[Recorder, Path]) -> None:
+    made, path = recorder
+    progress = Progress()
+    for _ in range(4):
+        record(made, progress, FIGURES)
+    assert [line["tags"] for line in lines(path)] == [["warmup"], ["warmup"], [], []]
+
+
 def test_the_loss_of_the_last_batch_that_had_one_is_the_final_loss(recorder: tuple[Recorder, Path]) -> None:
     made, _ = recorder
     record(made, Progress(), NO_LOSS)

@@ -90,6 +90,7 @@ def test_log_interval_averages_over_the_steps_since_the_last_record(tiny: Tiny) 
     run = open_run(tiny.train("monitor.log_interval=3", "training.train_iters=8")["run"])
     lines = run.metrics()
     assert [line["step"] for line in lines] == [3, 6, 8]
+    assert [line["tags"] for line in lines] == [["warmup"], [], []], "also of steps that are no record's last"
     for line in lines:
         tokens_per_step = 8 * 32
         assert line["throughput/tokens_per_sec"] == pytest.approx(tokens_per_step / line["time/step_s"])

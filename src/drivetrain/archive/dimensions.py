@@ -79,7 +79,8 @@ def figures_of(run: Run) -> RunFigures:
     summary = run.summary()
     if summary is not None:
         return dataclasses.replace(figures_of_summary(summary), partial=partial)
-    return _from_metrics(run.metrics(), partial)
+    evaluations = [event for event in run.events() if event["kind"] == "evaluation"]
+    return _from_metrics(run.metrics(), evaluations[-1] if evaluations else {}, partial)
 
 
 def figures_of_summary(summary: Mapping[str, Any]) -> RunFigures:
@@ -115,36 +116,47 @@ def _share(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return sum(part for part, _ in pairs) / whole if whole else None
 
 
+def _over_time(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Mean of a rate, weighted by the steps' times: what was done over the time it took, as in a summary."""
+    pairs = [
+        (line[key], line["time/step_s"])
+        for line in lines
+        if None not in (line.get(key), line.get("time/step_s"))
+    ]
+    whole = sum(step for _, step in pairs)
+    return sum(rate * step for rate, step in pairs) / whole if whole else None
+
+
 def _percentile_90(values: Sequence[float]) -> float:
-    return sorted(values)[math.ceil(0.9 * len(values)) - 1]
+    """Interpolated linearly, as in a summary (:func:`drivetrain.measure.statistics.percentile` needs NumPy)."""
+    return statistics.quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
-def _from_metrics(lines: Sequence[Mapping[str, Any]], partial: bool) -> RunFigures:
-    # Steady state: without steps that also compiled, saved or evaluated. A run too short for one has none.
+def _from_metrics(
+    lines: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any], partial: bool
+) -> RunFigures:
+    # Steady state: without warm-up, and steps that also compiled or were profiled. A run too short for one has none.
     steady = [line for line in lines if not line.get("tags")]
     steps = _column(steady, "time/step_s")
 
     def last(key: str) -> float | None:
         return _reduced(_column(lines, key), lambda values: values[-1])
 
-    def median(key: str) -> float | None:
-        return _reduced(_column(steady, key), statistics.median)
-
     peaks = _column(lines, "memory/allocated_peak_bytes") or _column(lines, "memory/process_rss_peak_bytes")
     values = {
-        "tokens_per_second": median("throughput/tokens_per_sec"),
-        "effective_tokens_per_second": median("throughput/effective_tokens_per_sec"),
+        "tokens_per_second": _over_time(steady, "throughput/tokens_per_sec"),
+        "effective_tokens_per_second": _over_time(steady, "throughput/effective_tokens_per_sec"),
         "step_time_s.p50": _reduced(steps, statistics.median),
         "step_time_s.p90": _reduced(steps, _percentile_90),
         "step_time_s.max": _reduced(steps, max),
         "data_wait_frac": _share(steady, "time/data_wait_s"),
-        "mfu": median("throughput/device/mfu"),
-        "hfu": median("throughput/device/hfu"),
+        "mfu": _over_time(steady, "throughput/device/mfu"),
+        "hfu": _over_time(steady, "throughput/device/hfu"),
         "communication_exposed_frac": _share(steady, "time/comm_exposed_s"),
         "peak_memory_bytes": _reduced(peaks, max),
         "final_loss": last("train/loss"),
-        "validation_loss": last("eval/loss"),
-        "validation_bits_per_byte": last("eval/bits_per_byte"),
+        "validation_loss": evaluation.get("loss"),
+        "validation_bits_per_byte": evaluation.get("bits_per_byte"),
     }
     assert values.keys() == {figure.key for figure in DIMENSIONS}
     tokens = last("progress/tokens")

@@ -8,7 +8,7 @@ import math
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ class _Interval:
     tokens: int = 0
     effective_tokens: int = 0
     flops: int = 0
+    tags: dict[str, None] = field(default_factory=dict)
 
 
 class Recorder:
@@ -138,6 +139,8 @@ class Recorder:
         exposed_s = elapsed_s(*figures.exposed_wait) if figures.exposed_wait is not None else None
         model, squares = self._config.model, figures.sum_squared_lengths
         flops = model_flops(model, tokens=figures.tokens, sum_squared_lengths=squares).total
+        self._interval.tags |= dict.fromkeys(("warmup",) if self.clock.warming_up else ())
+        self._interval.tags |= dict.fromkeys(pending.tags)
         self.clock.record(
             step=counters.step,
             duration_s=duration_s,
@@ -175,9 +178,9 @@ class Recorder:
         metrics["time/hooks_s"] = hooks_s / interval.steps
         if several_ranks:
             metrics["time/comm_exposed_s"] = interval.exposed_s / interval.steps
-        counters = pending.counters
+        counters, tags = pending.counters, tuple(interval.tags)
         if self._writer is not None:
-            self._writer.log_metrics(counters.step, metrics, pending.tags)
+            self._writer.log_metrics(counters.step, metrics, tags)
         if self.rank_log is not None:
             self.rank_log.log(counters.step, _own_times(metrics))
         if self._console is not None:
@@ -188,7 +191,7 @@ class Recorder:
                     samples=counters.samples,
                     global_batch_size=self._config.training.global_batch_size,
                     metrics=metrics,
-                    tags=pending.tags,
+                    tags=tags,
                 )
             )
 

@@ -170,7 +170,7 @@ class StepClock:
         unknown = set(tags) - set(STEP_TAGS)
         assert not unknown, f"unknown step tags {sorted(unknown)}"
         bits = sum(1 << STEP_TAGS.index(tag) for tag in set(tags))
-        if self._steps_seen < self._warmup_steps:
+        if self.warming_up:
             bits |= 1 << STEP_TAGS.index("warmup")
         self._steps_seen += num_steps
         self._last_step.append(step)
@@ -194,6 +194,11 @@ class StepClock:
     def warmup_steps(self) -> int:
         """Steps at the start that are warm-up."""
         return self._warmup_steps
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the next step that is recorded is warm-up."""
+        return self._steps_seen < self._warmup_steps
 
     def durations_s(self, first: int, last: int, *, tags: Sequence[str] = ()) -> list[float]:
         """Seconds of each step from ``first`` to ``last`` that has exactly these tags, in order.

@@ -16,7 +16,8 @@ class StepInfo:
         samples: sequences consumed so far over all ranks.
         global_batch_size: sequences in this step.
         metrics: values by key of the metric registry; ``None`` where a value is unknown.
-        tags: why the step is no steady state (``compile``, ``gc``, ...), empty otherwise.
+        tags: why the step is no steady state (``warmup``, ``compile``, ``gc``, ...), empty otherwise; of all steps
+            since the last record.
     """
 
     step: int

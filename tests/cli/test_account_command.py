@@ -112,3 +112,18 @@ def test_flops_need_both_the_model_and_the_tokens(one_trace: Path) -> None:
         CliRunner().invoke(
             application(), ["account", str(one_trace), "--model", "llama2-7b"], catch_exceptions=False
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--kernels", "3", "--json"], "text only"),
+        (["--device", "H100-SXM-80GB", "--peak-flops", "1e12"], "two peaks"),
+        (["--dtype", "fp32"], "give a device"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(
+    one_trace: Path, options: list[str], words: str
+) -> None:
+    with pytest.raises(DrivetrainError, match=words):
+        CliRunner().invoke(application(), ["account", str(one_trace), *options], catch_exceptions=False)

@@ -37,7 +37,10 @@ def account(
         str | None,
         typer.Option("--device", help="Row of the hardware table whose peak MFU is counted against."),
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the peak.")] = "bf16",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Dtype of the peak.  [default: the run's; bf16 for foreign traces]"),
+    ] = None,
     peak_flops: Annotated[
         float | None, typer.Option("--peak-flops", min=1, help="Your own peak, FLOP/s.")
     ] = None,
@@ -68,7 +71,12 @@ def account(
     """
     from drivetrain.cli.account_sources import Figures, make_account
     from drivetrain.cli.output import show_document
+    from drivetrain.errors import DrivetrainError
 
+    if json and kernels:
+        raise DrivetrainError(
+            "--kernels is text only, and --json one document of the account; drop one of them"
+        )
     figures = Figures(model, tokens_per_step, device, dtype, peak_flops, achievable_flops)
     made, title = make_account(sources, step_window=step_window, figures=figures, rules=rules)
     if html is not None:

@@ -30,7 +30,8 @@ class Figures:
     model: str | None = None
     tokens_per_step: int | None = None
     device: str | None = None
-    dtype: str = "bf16"
+    dtype: str | None = None
+    """None: the run's own, or bf16 where there is no run."""
     peak_flops: float | None = None
     achievable_flops: float | None = None
 
@@ -114,13 +115,17 @@ def _run_of(sources: Sequence[str]) -> Run | None:
 
 def _window_of(run: Run) -> list[Path]:
     """The traces of the run's newest profile window."""
-    windows = [path for path in (run.path / "profile").glob("*-*") if path.is_dir()]
+    windows = {
+        int(path.name.partition("-")[0]): path
+        for path in (run.path / "profile").glob("*-*")
+        if path.is_dir() and path.name.replace("-", "").isdecimal()
+    }
     if not windows:
         raise RunError(
             f"{run.path} holds no profile; make one with: drivetrain profile {run.path / 'config.toml'}"
         )
-    newest = max(windows, key=lambda path: path.stat().st_mtime_ns)
-    return _traces_in(newest)
+    # By its steps and not by its date, which a copy of the run does not keep.
+    return _traces_in(windows[max(windows)])
 
 
 def _files_of(sources: Sequence[str]) -> list[Path]:
@@ -150,7 +155,12 @@ def _read(paths: Sequence[Path]) -> Iterator[Trace]:
 
 
 def _facts_of(run: Run | None, figures: Figures) -> _Facts:
-    given = _peak_given(figures)
+    if figures.peak_flops is not None and figures.device is not None:
+        raise DrivetrainError("--device and --peak-flops are two peaks; give one of them")
+    if figures.dtype is not None and figures.device is None:
+        raise DrivetrainError(
+            f"--dtype {figures.dtype} is that of --device's peak; give a device, or drop it"
+        )
     achievable = (
         Peak(figures.achievable_flops, "supplied by the user")
         if figures.achievable_flops is not None
@@ -158,12 +168,13 @@ def _facts_of(run: Run | None, figures: Figures) -> _Facts:
     )
     if run is None:
         model = load_config(figures.model).config.model if figures.model is not None else None
-        return _Facts(model, figures.tokens_per_step, None, given, achievable, None)
+        return _Facts(model, figures.tokens_per_step, None, _peak_given(figures, "bf16"), achievable, None)
     if figures.model is not None or figures.tokens_per_step is not None:
         raise DrivetrainError(
             f"{run.path} knows its model and its tokens; drop --model and --tokens-per-step"
         )
     config = run.config()
+    given = _peak_given(figures, config.precision.params_dtype)
     measured = _peak_of(run, config.precision.params_dtype)
     flops, tokens, share = _counted(run, config.model)
     return _Facts(
@@ -176,11 +187,11 @@ def _facts_of(run: Run | None, figures: Figures) -> _Facts:
     )
 
 
-def _peak_given(figures: Figures) -> Peak | None:
+def _peak_given(figures: Figures, dtype: str) -> Peak | None:
     if figures.peak_flops is not None:
         return supplied_peak(figures.peak_flops)
     if figures.device is not None:
-        return peak_flops(find_device(figures.device), figures.dtype)
+        return peak_flops(find_device(figures.device), figures.dtype or dtype)
     return None
 
 

@@ -53,3 +53,10 @@ def test_a_damaged_account_is_an_error_that_names_the_file(tmp_path: Path, conte
     (tmp_path / "account.json").write_text(content)
     with pytest.raises(RunError, match=r"account\.json"):
         mean_step_of(tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"schema": 1, "windows": [3]}', '{"schema": 2, "windows": [{}]}'])
+def test_what_is_no_window_is_a_damaged_file_with_its_remedy(tmp_path: Path, content: str) -> None:
+    (tmp_path / "account.json").write_text(content)
+    with pytest.raises(RunError, match=r"damaged.*remove it"):
+        mean_step_of(tmp_path)

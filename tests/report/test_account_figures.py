@@ -122,6 +122,15 @@ def test_the_page_is_self_contained_and_escapes_what_comes_from_files() -> None:
     assert "No trace of rank 7" in page
 
 
+def test_names_of_files_with_what_xml_cannot_hold_spoil_no_figure() -> None:
+    title = "Account of a\x01\x1b\ud8ff.json"
+    account = an_account()
+    assert account.waterfall is not None
+    root = ElementTree.fromstring(waterfall_svg(account.waterfall, title))
+    assert root.get("aria-label", "").startswith("Account of a")
+    assert "Account of a\ufffd\ufffd\ufffd.json" in account_page(account, title).encode().decode()
+
+
 def test_the_terminal_says_what_is_withheld_and_who_is_waited_for() -> None:
     text = account_text(an_account(), "title")
     assert "(withheld: communication_ns)" in text

@@ -13,6 +13,7 @@ __all__ = ["ACCOUNT_FILE", "MeanStep", "mean_step_of", "newest_account"]
 
 ACCOUNT_FILE = "account.json"
 UNEXPLAINED = "unexplained"
+_REMEDY = "remove it: the traces are in the run, and `drivetrain account` reads them"
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,10 @@ def newest_account(run_path: Path) -> dict[str, Any] | None:
     document = read_document(path)
     windows = document.get("windows")
     if document.get("schema") != SCHEMA or not isinstance(windows, list) or not windows:
-        raise RunError(
-            f"{path} is damaged or of another version; make it again with: drivetrain account {run_path}"
-        )
+        raise RunError(f"{path} is damaged or of another version; {_REMEDY}")
     entry = windows[-1]
-    assert isinstance(entry, dict)
+    if not isinstance(entry, dict):
+        raise RunError(f"{path} is damaged: {entry!r} is no window; {_REMEDY}")
     return entry
 
 
@@ -59,9 +59,7 @@ def mean_step_of(run_path: Path) -> MeanStep | None:
         ranks = [_mean(rank["steps"]) for rank in entry["account"]["ranks"] if rank["steps"]]
         first, last = int(entry["first"]), int(entry["last"])
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"{run_path / ACCOUNT_FILE} is damaged: {error!r}; make it again from the traces"
-        ) from error
+        raise RunError(f"{run_path / ACCOUNT_FILE} is damaged: {error!r}; {_REMEDY}") from error
     if not ranks:
         return None
     names = list(dict.fromkeys(name for rank in ranks for name in rank))

@@ -3,6 +3,7 @@
 from html import escape
 
 from drivetrain.measure.account import CLASSES, Account
+from drivetrain.report.svg import legal
 from drivetrain.report.timeline import timeline_svg
 from drivetrain.report.waterfall import waterfall_svg
 
@@ -36,7 +37,7 @@ def account_page(account: Account, title: str) -> str:
     if account.collectives or account.stragglers or account.absent_ranks:
         parts += ["<h2>Collectives across ranks</h2>", _collectives(account)]
     parts.append("</body></html>")
-    return "\n".join(parts) + "\n"
+    return legal("\n".join(parts) + "\n")
 
 
 def _health(account: Account) -> str:

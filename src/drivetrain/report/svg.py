@@ -1,10 +1,18 @@
 """The little of SVG that the figures need: escaped text and rounded numbers."""
 
+import re
 from xml.sax.saxutils import escape, quoteattr
 
-__all__ = ["document", "number", "rectangle", "text"]
+__all__ = ["document", "legal", "number", "rectangle", "text"]
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+
+_ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def legal(content: str) -> str:
+    """Without the characters that no XML may hold, not even escaped: controls and bytes of a file's name."""
+    return _ILLEGAL.sub("\ufffd", content)
 
 
 def number(value: float) -> str:
@@ -34,7 +42,7 @@ def text(
 def document(width: float, height: float, label: str, elements: list[str]) -> str:
     """A standalone SVG; ``label`` says in words what the figure shows."""
     body = "\n".join(elements)
-    return (
+    return legal(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {number(width)} {number(height)}" '
         f'width="{number(width)}" height="{number(height)}" role="img" aria-label={quoteattr(label)} '
         f"font-family={quoteattr(FONT)}>\n"

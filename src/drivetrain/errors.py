@@ -57,15 +57,16 @@ class OutOfMemory(DrivetrainError):
     """Live tensor bytes exceed ``memory.device_memory_limit_bytes``.
 
     Attributes:
-        category: ``parameters``, ``gradients``, ``optimizer`` or ``activations``.
+        category: ``parameters``, ``gradients``, ``optimizer`` or ``activations``; ``unknown`` on CUDA.
         tensor: what was being allocated, with shape and dtype.
         live_bytes: bytes alive with it.
         limit_bytes: the configured limit.
     """
 
     def __init__(self, category: str, tensor: str, live_bytes: int, limit_bytes: int) -> None:
+        known = f" ({category})" if category != "unknown" else ""
         super().__init__(
-            f"out of memory: {tensor} ({category}) brings the live tensors to {live_bytes:,} bytes, above "
+            f"out of memory: {tensor}{known} brings the live tensors to {live_bytes:,} bytes, above "
             f"memory.device_memory_limit_bytes = {limit_bytes:,}; lower training.micro_batch_size or "
             f"model.seq_length, or raise the limit to at least {live_bytes:,}"
         )

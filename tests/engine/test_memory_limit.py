@@ -313,9 +313,17 @@ def test_the_cuda_limit_is_set_as_a_fraction(monkeypatch: pytest.MonkeyPatch) ->
 def test_out_of_memory_of_torch_becomes_ours() -> None:
     with (
         pytest.raises(OutOfMemory) as caught,
-        translate_out_of_memory(1000, torch.device("cuda:0"), "activations"),
+        translate_out_of_memory(1000, torch.device("cuda:0")),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has ...")
-    assert caught.value.category == "activations"
+    assert caught.value.category == "unknown"
     assert caught.value.tensor == "a request for 20.50 MiB on cuda:0"
     assert caught.value.live_bytes == int(20.5 * 2**20)
+
+
+def test_without_a_limit_the_error_of_torch_is_left_as_it_is() -> None:
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        translate_out_of_memory(None, torch.device("cuda:0")),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has ...")

@@ -18,6 +18,7 @@ def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
     from drivetrain.engine.devices import select_device, set_threads, thread_count
     from drivetrain.engine.failures import explained
     from drivetrain.engine.overfit import NEAR_ZERO, overfit_batch
+    from drivetrain.engine.random_state import set_deterministic
 
     config = loaded.config
     with show_progress() as progress:
@@ -31,6 +32,7 @@ def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
             print(f"warning: {field} has no effect on --overfit-batch", file=sys.stderr)
     device = select_device(config.run)
     set_threads(thread_count(config.run, 1))
+    set_deterministic(config.run.deterministic)
 
     def show(step: int, loss: float) -> None:
         if step == 1 or step % _SHOWN_EVERY == 0:

@@ -18,6 +18,7 @@ from drivetrain.engine.assembly import assemble
 from drivetrain.engine.devices import peak_for, select_device, set_threads, thread_count
 from drivetrain.engine.failures import explain
 from drivetrain.engine.loop import Outcome, train
+from drivetrain.engine.memory.cuda import translate_out_of_memory
 from drivetrain.engine.model.attention_products import attention_in_words
 from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks, join
 from drivetrain.engine.random_state import set_deterministic
@@ -61,7 +62,8 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
         join(ranks, device.type, config.parallelism.distributed_timeout_minutes) as group,
         _logbook(run_path, config, group) as logbook,
     ):
-        with _failure_recorded(logbook):
+        limit_bytes = config.memory.device_memory_limit_bytes
+        with _failure_recorded(logbook), translate_out_of_memory(limit_bytes, device.torch_device):
             peak = peak_for(device, config.precision.params_dtype, threads.compute)
             fingerprint = str(opened.manifest["dataset"]["fingerprint"])
             run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint)

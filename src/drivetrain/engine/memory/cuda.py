@@ -36,21 +36,20 @@ def apply_cuda_limit(limit_bytes: int, device: torch.device) -> float:
 
 
 @contextmanager
-def translate_out_of_memory(limit_bytes: int, device: torch.device, phase: str) -> Iterator[None]:
-    """Turn torch's out-of-memory error in the block into ours.
+def translate_out_of_memory(limit_bytes: int | None, device: torch.device) -> Iterator[None]:
+    """Turn torch's out-of-memory error in the block into ours; without a limit (None) it is left as it is.
 
-    Args:
-        limit_bytes: the limit in force: the configured one, or the device's memory.
-        phase: what the block does. ``parameters``, ``gradients``, ``optimizer`` or ``activations``: the
-            allocator itself knows no categories.
+    The allocator knows no categories: that of the error is ``unknown``.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
+        if limit_bytes is None:
+            raise
         found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", str(error))
         requested = int(float(found[1]) * _UNITS[found[2]]) if found else 0
         description = (
             f"a request for {found[1]} {found[2]} on {device}" if found else f"a request on {device}"
         )
         live_bytes = torch.cuda.memory_allocated(device) + requested
-        raise OutOfMemory(phase, description, live_bytes, limit_bytes) from error
+        raise OutOfMemory("unknown", description, live_bytes, limit_bytes) from error

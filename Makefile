@@ -42,7 +42,7 @@ bench: $(VENV)/.bench
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m drivetrain.config.docs
-	$(BIN)/python -m drivetrain.measure.metrics
+	$(BIN)/python -m drivetrain.measure.metrics > docs/metrics.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

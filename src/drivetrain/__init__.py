@@ -2,7 +2,7 @@
 
 The package is layered; each layer may import those to its right::
 
-    cli -> engine -> monitor -> archive -> measure -> config -> errors
+    cli -> engine | report -> trace | monitor -> archive -> measure -> config -> errors
 
 Only ``cli`` imports ``engine``, and only ``engine`` imports torch: everything that reads, counts and
 compares runs works on a machine without it. ``docs/architecture.md`` explains the seams.

@@ -7,8 +7,9 @@ What may not live here: torch, anything that trains or measures, and anything th
 a file. The archive holds plain JSON, JSON lines and TOML; nothing is ever unpickled.
 
 Modules: ``encoding`` (JSON with NaN and infinity), ``atomic`` (replace a file whole), ``lines`` (append-only
-JSON lines), ``writer``, ``heartbeat``, ``reader``, ``provenance``, ``dimensions`` (the five dimensions of
-one run), ``compare``. Import from the module: importing the package costs nothing.
+JSON lines), ``writer``, ``heartbeat``, ``reader``, ``listing``, ``provenance``, ``dimensions`` (the five
+dimensions of one run), ``account_file`` (the accounts of its windows), ``compare``.
+Import from the module: importing the package costs nothing.
 """
 
 __all__: list[str] = []

@@ -9,6 +9,7 @@ imports torch, reads a run directory, starts a process or draws anything.
 * ``rules_of_others`` – how other tools count, and which of these rules are wrong
 * ``figure`` – one claimed training figure under every rule, and whether it can be true
 * ``peaks`` – dense data-sheet peaks of devices; no default
+* ``machine`` – cores, caches, memory and identity of this machine, from the operating system
 * ``ceilings`` – what this machine was measured to reach
 * ``metrics`` – the registry of metric keys
 * ``clock`` – step times to throughput: steady and wall

@@ -2,3 +2,5 @@
 
 One technique a file. The model never imports from here, and nothing here knows what a transformer is.
 """
+
+__all__: list[str] = []

@@ -61,13 +61,13 @@ class Best:
     settings: Mapping[str, tuple[str, dict[str, Any]]]
 
 
-def find_best(work: Workload, folder: Path) -> tuple[Best, dict[str, float]]:
+def find_best(work: Workload, folder: Path, pilot: Pace) -> tuple[Best, dict[str, float]]:
     """Time every candidate on the malloc that keeps memory, one after the other; the quickest count."""
     times: dict[str, float] = {}
 
     def timed(side: Side) -> float:
         place = folder / f"pilot-{len(times)}"
-        ran = run_session({"it": side}, ["it"] * PILOT.rounds, place, PILOT)["it"]
+        ran = run_session({"it": side}, ["it"] * pilot.rounds, place, pilot)["it"]
         times[side.name] = min(medians(ran))
         return times[side.name]
 
@@ -131,20 +131,16 @@ def claims_of(work: Workload, allocator: str, peer: str, best: Best, ran: Mappin
     return claims
 
 
-def run(
-    presets: Sequence[str], allocators: Sequence[str], raw: Path | None, rounds: int | None
-) -> list[Claim]:
+def run(presets: Mapping[str, Pace], allocators: Sequence[str], raw: Path | None) -> list[Claim]:
     """Pilot and sessions of ``presets``; raw step times go to the folder ``raw``."""
     claims: list[Claim] = []
-    for preset in presets:
+    for preset, pace in presets.items():
         start = time.monotonic()
-        pace = FULL.get(preset, OTHER)
-        pace = pace if rounds is None else replace(pace, rounds=rounds)
         with tempfile.TemporaryDirectory(prefix="step-vs-peers-") as name:
             folder = Path(name).resolve()
             work = Workload(folder / "work", preset, 8, 1, MOST_STEPS)
             work.write()
-            best, times = find_best(work, folder)
+            best, times = find_best(work, folder, replace(PILOT, patience_s=pace.patience_s))
             print(f"{preset}: best {best}", file=sys.stderr)
             sessions: dict[str, Any] = {}
             for allocator in allocators:
@@ -205,6 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--allocator", action="append", choices=list(ALLOCATORS), help="instead of both")
     parser.add_argument("--rounds", type=int, help="times the interleaved order is run")
+    parser.add_argument(
+        "--patience", type=float, help="longest wait for a quiet machine before a block, seconds"
+    )
     parser.add_argument("--raw", type=Path, metavar="FOLDER", help="write all step times there")
     options = parser.parse_args(arguments)
     # A terminated benchmark ends its lanes too.
@@ -212,9 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         claims = run_quick()
     else:
-        claims = run(
-            options.preset or list(FULL), options.allocator or list(ALLOCATORS), options.raw, options.rounds
-        )
+        changes = {"rounds": options.rounds, "patience_s": options.patience}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        presets = {
+            preset: replace(FULL.get(preset, OTHER), **changes) for preset in options.preset or list(FULL)
+        }
+        claims = run(presets, options.allocator or list(ALLOCATORS), options.raw)
     if options.json:
         print(document(claims))
 

@@ -4,27 +4,25 @@ import json
 
 import pytest
 
-from harness.blocks import Block
 from harness.claims import Claim, claim_of_ratios, claim_of_times, document, verdict
-from harness.quiet import foreign_share
+from harness.lanes import Block, Done
+from harness.quiet import TICKS_PER_S, Usage, foreign_share
 from harness.report import Section, markdown
-from harness.session import SameWorkError, a_against_a, interleaved, palindrome, require_same_work
+from harness.session import Ran, SameWorkError, a_against_a, medians, palindrome, require_same_work
 
 KEYS = ["claim", "peer", "peer_version", "a", "b", "ratio", "low", "high", "target", "note"]
 
 
-def block(side: str = "ours", seconds: float = 1.0, **changes: object) -> Block:
-    made = Block(
-        side=side,
-        step_s=[seconds * 0.9, seconds, seconds * 5],
-        losses=[8.0, 6.0],
-        parameters=100,
-        tokens_per_step=64,
-        hooks=[],
-        foreign_share=0.0,
-        attempts=1,
-    )
+def done(**changes: object) -> Done:
+    made = Done(parameters=100, tokens_per_step=64, losses=[8.0, 7.0, 6.0], steps=3, hooks=[])
     return dataclasses.replace(made, **changes)
+
+
+def ran(*blocks: tuple[float, float]) -> Ran:
+    """Blocks of (seconds a step, share that others took)."""
+    return Ran(
+        "ours", [Block([seconds * 0.9, seconds, seconds * 5], share) for seconds, share in blocks], done()
+    )
 
 
 def times(a: list[float], b: list[float], target: float = 1.0) -> Claim:
@@ -79,25 +77,27 @@ def test_a_number_that_json_does_not_have_is_refused() -> None:
 
 
 def test_the_order_of_a_session_reads_the_same_backwards() -> None:
-    order = palindrome("A", ["B", "C", "D"], rounds=1)
+    order = palindrome("A", ["B", "C"], rounds=1)
     assert order == order[::-1]
-    assert order == ["A", "B", "C", "A", "D", "A", "A", "D", "A", "C", "B", "A"]
-
-
-def test_every_side_of_a_session_gets_its_turns() -> None:
-    sides = {"A": lambda: block("A"), "B": lambda: block("B")}
-    blocks = interleaved(palindrome("A", ["B"], rounds=2), sides, "test")
-    assert {name: len(ran) for name, ran in blocks.items()} == {"A": 8, "B": 4}
+    assert order == ["A", "B", "A", "C", "A", "A", "C", "A", "B", "A"]
+    assert palindrome("A", ["B"], rounds=2) == ["A", "B", "A", "A", "B", "A"] * 2
 
 
 def test_one_slow_step_does_not_move_the_figure_of_a_block() -> None:
-    assert block(seconds=2.0).median_s == 2.0
+    assert medians(ran((2.0, 0.0), (3.0, 0.0))) == [2.0, 3.0]
+
+
+def test_blocks_that_others_disturbed_do_not_count() -> None:
+    assert medians(ran((2.0, 0.0), (9.0, 0.5), (3.0, 0.01))) == [2.0, 3.0]
+
+
+def test_disturbed_blocks_count_when_there_is_nothing_else() -> None:
+    assert medians(ran((2.0, 0.4), (9.0, 0.5))) == [2.0, 9.0]
 
 
 def test_the_deviation_of_a_side_from_itself_compares_every_other_block() -> None:
-    blocks = [block(seconds=1.0), block(seconds=1.1), block(seconds=1.0), block(seconds=1.1)]
-    assert a_against_a(blocks) == pytest.approx(0.1)
-    assert a_against_a(blocks[:1]) is None
+    assert a_against_a([1.0, 1.1, 1.0, 1.1]) == pytest.approx(0.1)
+    assert a_against_a([1.0]) is None
 
 
 @pytest.mark.parametrize(
@@ -105,20 +105,26 @@ def test_the_deviation_of_a_side_from_itself_compares_every_other_block() -> Non
     [
         ({"parameters": 101}, "parameters"),
         ({"tokens_per_step": 65}, "tokens a step"),
-        ({"losses": [9.0]}, "mean training loss"),
+        ({"losses": [9.0], "steps": 1}, "mean training loss"),
+        ({"losses": [7.0], "steps": 4}, "only tells its mean loss"),
     ],
 )
 def test_sides_that_did_other_work_are_not_compared(changes: dict[str, object], message: str) -> None:
     with pytest.raises(SameWorkError, match=message):
-        require_same_work(block(), block("theirs", **changes))
+        require_same_work(done(), done(**changes), "theirs")
 
 
-def test_sides_that_did_the_same_work_are_described() -> None:
-    assert "100 parameters, 64 tokens a step" in require_same_work(block(), block("theirs", losses=[7.05]))
+def test_losses_are_compared_over_the_steps_that_both_did() -> None:
+    assert "first 2 steps 7.5000" in require_same_work(done(), done(losses=[8.0, 7.0], steps=2), "theirs")
+    # A side that only tells its mean.
+    assert "100 parameters, 64 tokens" in require_same_work(done(), done(losses=[7.55], steps=2), "theirs")
+    longer = done(losses=[8.0, 7.0, 6.0, 1.0], steps=4)
+    assert "first 3 steps" in require_same_work(done(), longer, "theirs")
 
 
 def test_ticks_of_other_processes_are_shares_of_all_cpus() -> None:
-    assert foreign_share(1.0, busy_ticks=150, own_ticks=100, cpus=1) > 0
-    assert foreign_share(2.0, busy_ticks=100, own_ticks=100, cpus=2) == 0.0
+    start = Usage(time=0.0, busy_ticks=0, own_ticks=0)
+    assert foreign_share(start, Usage(1.0, TICKS_PER_S, 0), cpus=1) == 1.0
+    assert foreign_share(start, Usage(1.0, TICKS_PER_S, TICKS_PER_S // 2), cpus=2) == 0.25
     # A tick may be counted for the process before it is counted for the machine.
-    assert foreign_share(2.0, busy_ticks=99, own_ticks=100, cpus=2) == 0.0
+    assert foreign_share(start, Usage(2.0, 99, 100), cpus=2) == 0.0

@@ -1,5 +1,6 @@
 """Five dimensions of a run, and runs side by side."""
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -184,6 +185,23 @@ def test_runs_that_are_not_comparable_are_said_to_be(
     comparison = compare_runs([finished(make_run()), finished(make_run(**changes), **summary)])
     assert len(comparison.warnings) == 1
     assert re.search(warning, comparison.warnings[0])
+
+
+def test_accounts_of_other_name_tables_are_said_to_be(make_run: MakeRun) -> None:
+    runs = [finished(make_run()) for _ in range(2)]
+
+    def warnings(*tables: str) -> tuple[str, ...]:
+        for run, table in zip(runs, tables, strict=True):
+            step = {"step": 1, "classes": {"idle": 5}, "unexplained_ns": 0, "window_ns": 5}
+            account = {"ranks": [{"rank": 0, "steps": [step]}]}
+            window = {"first": 1, "last": 1, "name_table": table, "account": account}
+            (run.path / "account.json").write_text(json.dumps({"schema": 1, "windows": [window]}))
+        return compare_runs(runs).warnings
+
+    assert warnings("1+aa", "1+aa") == ()
+    assert warnings("1+aa", "2+bb") == (
+        "accounts are not comparable by class: other name tables (1+aa, 2+bb)",
+    )
 
 
 def test_an_unfinished_run_is_marked(make_run: MakeRun) -> None:

@@ -25,10 +25,12 @@ class MeanStep:
     last: int
     window_ns: float
     classes: Mapping[str, float]
+    name_table: str | None = None
+    """Version and digest of the tables that classed the names; None where the file does not say."""
 
 
 def newest_account(run_path: Path) -> dict[str, Any] | None:
-    """The newest window's entry ``{first, last, account}``; None where the run was never profiled.
+    """The newest window's entry ``{first, last, name_table, account}``; None where the run was never profiled.
 
     Raises:
         RunError: the file is damaged, or of a newer version.
@@ -64,7 +66,8 @@ def mean_step_of(run_path: Path) -> MeanStep | None:
         return None
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
     merged = {name: statistics.fmean(rank.get(name, 0.0) for rank in ranks) for name in names}
-    return MeanStep(first, last, merged.pop("window_ns"), merged)
+    table = entry.get("name_table")
+    return MeanStep(first, last, merged.pop("window_ns"), merged, table if isinstance(table, str) else None)
 
 
 def _mean(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -127,6 +127,12 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     environment = {key: tuple(manifest.get(key) for manifest in manifests) for key in keys}
     fingerprints = tuple(run.manifest["dataset"].get("fingerprint") for run in runs)
     warnings += _reservations(runs, statuses, figures, fingerprints)
+    accounts = tuple(mean_step_of(run.path) for run in runs)
+    tables = {account.name_table for account in accounts if account is not None and account.name_table}
+    if len(tables) > 1:
+        warnings.append(
+            f"accounts are not comparable by class: other name tables ({', '.join(sorted(tables))})"
+        )
     return Comparison(
         runs=tuple(runs),
         statuses=statuses,
@@ -135,7 +141,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         environment={key: values for key, values in environment.items() if not _all_equal(values)},
         fingerprints=fingerprints,
         warnings=tuple(warnings),
-        accounts=tuple(mean_step_of(run.path) for run in runs),
+        accounts=accounts,
     )
 
 

@@ -117,7 +117,12 @@ def _account(run: Run, document: dict[str, Any], *, as_json: bool) -> None:
     try:
         account, title = make_account([str(run.path)], step_window="device", figures=Figures(), rules=None)
         window = document["window"]
-        entry = {"first": window["first"], "last": window["last"], "account": account.to_document()}
+        entry = {
+            "first": window["first"],
+            "last": window["last"],
+            "name_table": account.name_table,
+            "account": account.to_document(),
+        }
         path = run.path / "account.json"
         write_json(path, {"schema": SCHEMA, "windows": [entry]})
     except DrivetrainError as error:

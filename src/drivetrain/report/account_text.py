@@ -58,6 +58,8 @@ def _classes(account: Account) -> Iterator[str]:
 
 
 def _ranks(account: Account) -> Iterator[str]:
+    if account.name_table:
+        yield f"names classed by tables {account.name_table}"
     if account.absent_ranks:
         yield f"no trace of ranks {', '.join(map(str, account.absent_ranks))} of {account.world_size}"
     if account.clock_residual_ns is not None:

@@ -84,6 +84,15 @@ def test_a_folder_is_all_its_traces(tmp_path: Path, one_trace: Path) -> None:
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
 
 
+def test_other_json_in_a_folder_is_passed_over_and_said_so(tmp_path: Path, one_trace: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 4}')
+    result = CliRunner().invoke(application(), ["account", str(tmp_path), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "passed over" in result.stderr
+    assert "config.json" in result.stderr
+    assert len(json.loads(result.stdout)["ranks"]) == 1
+
+
 def test_pages_and_figures_are_written(tmp_path: Path, one_trace: Path) -> None:
     invoke(str(one_trace), "--html", str(tmp_path / "a.html"), "--svg", str(tmp_path / "a.svg"))
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")

@@ -15,7 +15,7 @@ from drivetrain.measure.flops import FlopCount, forward_flops
 from drivetrain.measure.peaks import Peak, find_by_torch_name, find_device, peak_flops, supplied_peak
 from drivetrain.trace.account import account_of
 from drivetrain.trace.name_table import NameTable
-from drivetrain.trace.read import read_trace
+from drivetrain.trace.read import detect_format, read_trace
 from drivetrain.trace.table import Trace
 
 __all__ = ["Figures", "kernels_of", "make_account"]
@@ -140,9 +140,22 @@ def _files_of(sources: Sequence[str]) -> list[Path]:
 
 
 def _traces_in(folder: Path) -> list[Path]:
-    traces = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and path.is_file())
+    """The traces of a folder; other JSON that lies beside them is passed over, and said so."""
+    candidates = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and path.is_file())
+    traces, others = [], []
+    for path in candidates:
+        try:
+            detect_format(path)
+            traces.append(path)
+        except DataError as error:
+            others.append(str(error))
     if not traces:
-        raise DataError(f"{folder} holds no trace: files that end in {' or '.join(_SUFFIXES)} are looked for")
+        seen = "".join(f"; {other}" for other in others[:3])
+        raise DataError(
+            f"{folder} holds no trace: files that end in {' or '.join(_SUFFIXES)} are looked for{seen}"
+        )
+    for other in others:
+        print(f"passed over: {other}", file=sys.stderr)
     return traces
 
 

@@ -15,7 +15,7 @@ from drivetrain.measure.flops import FlopCount, forward_flops
 from drivetrain.measure.peaks import Peak, find_by_torch_name, find_device, peak_flops, supplied_peak
 from drivetrain.trace.account import account_of
 from drivetrain.trace.name_table import NameTable
-from drivetrain.trace.read import detect_format, read_trace
+from drivetrain.trace.read import read_trace
 from drivetrain.trace.table import Trace
 
 __all__ = ["Figures", "kernels_of", "make_account"]
@@ -63,7 +63,7 @@ def make_account(
     table = NameTable.load(user_file=rules) if rules is not None else None
     facts = _facts_of(run, figures)
     account = account_of(
-        _read(paths),
+        _read(paths, frozenset(sources)),
         step_window="cpu" if step_window == "cpu" else "device",
         model=facts.model,
         tokens_per_step=facts.tokens_per_step,
@@ -140,31 +140,29 @@ def _files_of(sources: Sequence[str]) -> list[Path]:
 
 
 def _traces_in(folder: Path) -> list[Path]:
-    """The traces of a folder; other JSON that lies beside them is passed over, and said so."""
-    candidates = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and path.is_file())
-    traces, others = [], []
-    for path in candidates:
-        try:
-            detect_format(path)
-            traces.append(path)
-        except DataError as error:
-            others.append(str(error))
+    traces = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and path.is_file())
     if not traces:
-        seen = "".join(f"; {other}" for other in others[:3])
-        raise DataError(
-            f"{folder} holds no trace: files that end in {' or '.join(_SUFFIXES)} are looked for{seen}"
-        )
-    for other in others:
-        print(f"passed over: {other}", file=sys.stderr)
+        raise DataError(f"{folder} holds no trace: files that end in {' or '.join(_SUFFIXES)} are looked for")
     return traces
 
 
-def _read(paths: Sequence[Path]) -> Iterator[Trace]:
-    """Read one after the other, so that memory does not grow with the number of ranks."""
+def _read(paths: Sequence[Path], named: frozenset[str]) -> Iterator[Trace]:
+    """Read one after the other, so that memory does not grow with the number of ranks.
+
+    A file the user ``named`` must be a trace. Others lay in a folder: what holds nothing to read is passed over, and
+    said so.
+    """
     for index, path in enumerate(paths):
         if len(paths) > 1:
             print(f"reading {index + 1}/{len(paths)} {path.name}", file=sys.stderr, flush=True)
-        yield read_trace(path)
+        try:
+            trace = read_trace(path)
+        except DataError as error:
+            if str(path) in named or len(paths) == 1:
+                raise
+            print(f"passed over: {error}", file=sys.stderr)
+            continue
+        yield trace
 
 
 def _facts_of(run: Run | None, figures: Figures) -> _Facts:

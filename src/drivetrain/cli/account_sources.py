@@ -63,7 +63,7 @@ def make_account(
     table = NameTable.load(user_file=rules) if rules is not None else None
     facts = _facts_of(run, figures)
     account = account_of(
-        _read(paths, frozenset(sources)),
+        _read(paths, frozenset(map(Path, sources))),
         step_window="cpu" if step_window == "cpu" else "device",
         model=facts.model,
         tokens_per_step=facts.tokens_per_step,
@@ -146,7 +146,7 @@ def _traces_in(folder: Path) -> list[Path]:
     return traces
 
 
-def _read(paths: Sequence[Path], named: frozenset[str]) -> Iterator[Trace]:
+def _read(paths: Sequence[Path], named: frozenset[Path]) -> Iterator[Trace]:
     """Read one after the other, so that memory does not grow with the number of ranks.
 
     A file the user ``named`` must be a trace. Others lay in a folder: what holds nothing to read is passed over, and
@@ -158,7 +158,7 @@ def _read(paths: Sequence[Path], named: frozenset[str]) -> Iterator[Trace]:
         try:
             trace = read_trace(path)
         except DataError as error:
-            if str(path) in named or len(paths) == 1:
+            if path in named or len(paths) == 1:
                 raise
             print(f"passed over: {error}", file=sys.stderr)
             continue

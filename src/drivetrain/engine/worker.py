@@ -76,7 +76,7 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
 
 @contextmanager
 def _logbook(run_path: Path, config: RunConfig, group: ProcessGroup) -> Iterator[Logbook]:
-    """What this rank writes to: everything on rank 0, on the others their own times if asked for."""
+    """What this rank tells the run and the terminal: everything on rank 0, nothing on the others."""
     with ExitStack() as stack:
         if not group.is_main:
             yield Logbook()

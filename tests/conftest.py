@@ -1,5 +1,8 @@
 """Shared by all tests. Its place also puts this folder on the import path: helpers lie beside it."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A deadline would be an assertion about time, which a busy machine breaks.
@@ -7,3 +10,18 @@ settings.register_profile("drivetrain", deadline=None, suppress_health_check=[He
 settings.load_profile("drivetrain")
 
 pytest_plugins = ["runs_on_the_spot"]
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+"""Facts and traces of others, beside the repository on some machines. A user has none."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """Where the facts are there, a test that skips for want of them is a broken test, not a missing file."""
+    report = yield
+    if report.skipped and SHARED.is_dir() and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if "shared" in reason:
+            report.outcome = "failed"
+            report.longrepr = f"{SHARED} is there, and yet this was skipped: {reason}"
+    return report

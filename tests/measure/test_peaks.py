@@ -23,7 +23,7 @@ FACTS = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "hardwa
 @pytest.fixture
 def facts() -> list[dict[str, str]]:
     if not FACTS.exists():
-        pytest.skip("the fact tables are not beside this checkout")
+        pytest.skip("the shared fact tables are not here")
     with FACTS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 

@@ -15,7 +15,8 @@ SHARED_TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 REFERENCE = SHARED_TRACES / "reference_values.json"
 
 pytestmark = pytest.mark.skipif(
-    not REFERENCE.exists(), reason=f"the public traces are not here ({REFERENCE.name} beside the repository)"
+    not REFERENCE.exists(),
+    reason=f"the shared public traces are not here ({REFERENCE.name} beside the repository)",
 )
 
 FIGURES = {

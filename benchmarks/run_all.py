@@ -22,6 +22,7 @@ RESULTS = HERE / "results"
 SCRIPTS: dict[str, list[str]] = {
     "step_vs_peers": ["--raw", str(RESULTS)],
     "logging_overhead": [],
+    "trace": [],
 }
 
 

@@ -22,7 +22,7 @@ READ_THROUGH = {
     "parallelism.data_parallel_size": "data_parallel_size()",
     "profiler.profile_ranks": "profiled_ranks()",
     "lr_schedule.lr_decay_tokens": "decay_tokens()",
-    "lr_schedule.lr_wsd_decay_tokens": "wsd_decay_tokens()",
+    "lr_schedule.lr_wsd_decay_tokens": "wsd_decay_length()",
 }
 
 

@@ -87,6 +87,17 @@ def train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
 
     None: it ended without one, and stderr says how.
     """
+    try:
+        return _train_to_end(path, world_size)
+    except KeyboardInterrupt:
+        # It came before anything was there to take it in order.
+        run = open_run(path)
+        if run.end() is None and run.last_segment() is None:
+            append_event(path, "end", status="interrupted", reason="a signal before the first step")
+        raise
+
+
+def _train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
     print(f"run: {path}", file=sys.stderr, flush=True)
     if world_size > 1:
         return _several(path, world_size)

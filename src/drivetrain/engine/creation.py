@@ -9,6 +9,7 @@ from drivetrain.archive.writer import RunWriter
 from drivetrain.config import LoadedConfig, config_hash, to_toml
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.devices import select_device
+from drivetrain.engine.stop import StopRequest
 
 __all__ = ["create_run"]
 
@@ -26,9 +27,14 @@ def create_run(loaded: LoadedConfig, corpus: Corpus, *, world_size: int, argv: S
         "seed": config.run.seed,
     }
     name = config.run.name or loaded.name
-    with RunWriter.create(
-        config.run.runs_dir, name, config_toml=to_toml(config), manifest=manifest
-    ) as writer:
+    # A signal in here counts once the run is made: a run that exists has an end.
+    with (
+        StopRequest() as stop,
+        RunWriter.create(config.run.runs_dir, name, config_toml=to_toml(config), manifest=manifest) as writer,
+    ):
+        if stop.requested:
+            writer.event("end", status="interrupted", reason=f"{stop.signal_name} before the first step")
+            raise KeyboardInterrupt
         return writer.path
 
 

@@ -147,7 +147,9 @@ class Lane:
             stamps = self._wait_for(before + DROPPED + steps)
             used = Usage.now(self._process.pid)
         finally:
-            self._signal(signal.SIGSTOP)
+            # A process that has died meanwhile is reported as such, not as one that cannot be stopped.
+            with contextlib.suppress(ProcessLookupError):
+                self._signal(signal.SIGSTOP)
         timed = stamps[before + DROPPED - 1 : before + DROPPED + steps]
         return Block([end - start for start, end in pairwise(timed)], foreign_share(usage, used))
 

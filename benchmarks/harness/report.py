@@ -37,7 +37,8 @@ def markdown(sections: Sequence[Section], *, date: datetime.date, minutes: float
         "Every claim is turned so that a ratio of at least its target is won; losses are listed like wins. "
         "How they are measured: [README.md](README.md). Raw step times: [results/](results/).",
         "",
-        f"{counts['won']} won, {counts['lost']} lost, {counts['information']} for information.",
+        f"{counts['won']} won, {counts['lost']} lost, {counts['information']} for information. *Within noise*: the "
+        "interval holds the target, so the verdict may turn over in another session.",
         "",
         *_facts(date, minutes, source),
     ]
@@ -77,9 +78,19 @@ def _table(claims: Sequence[Claim]) -> list[str]:
         target = "" if verdict(claim) == "information" else f"{claim.target:g}"
         lines.append(
             f"| {number} | {claim.claim}{_against(claim)} | {_time(claim.a)} | {_time(claim.b)} | "
-            f"{claim.ratio:.3f} | {claim.low:.3f} to {claim.high:.3f} | {target} | {verdict(claim)} |"
+            f"{claim.ratio:.3f} | {claim.low:.3f} to {claim.high:.3f} | {target} | {_outcome(claim)} |"
         )
     return lines
+
+
+def _outcome(claim: Claim) -> str:
+    """The verdict, and whether the interval leaves it open."""
+    outcome = verdict(claim)
+    if outcome == "won" and claim.low < claim.target:
+        return "won, within noise"
+    if outcome == "lost" and claim.high >= claim.target:
+        return "lost, within noise"
+    return outcome
 
 
 def _against(claim: Claim) -> str:

@@ -48,6 +48,21 @@ def test_a_slower_side_of_ours_is_a_loss_and_is_listed_as_one() -> None:
     assert "| 0.500 |" in page
 
 
+@pytest.mark.parametrize(
+    ("b", "outcome"),
+    [
+        ([1.1, 1.2], "won"),
+        ([0.9, 1.2], "won, within noise"),
+        ([0.8, 1.1], "lost, within noise"),
+        ([0.8, 0.9], "lost"),
+    ],
+)
+def test_an_interval_that_holds_the_target_is_said_to_be_noise(b: list[float], outcome: str) -> None:
+    section = Section("step_vs_peers", "python x", [times([1.0, 1.0], b)])
+    page = markdown([section], date=datetime.date(2026, 1, 2), minutes=1, source="abc")
+    assert f"| {outcome} |" in page
+
+
 def test_the_ratio_is_that_of_the_medians_and_lies_in_its_interval() -> None:
     claim = times([1.0, 2.0, 9.0], [3.0, 4.0, 5.0])
     assert claim.ratio == 2.0

@@ -1,0 +1,64 @@
+"""Finding the entries: each module of this package that has an ``ENTRY``."""
+
+import functools
+import importlib
+import pkgutil
+
+from drivetrain.catalogue.entry import Optimisation
+from drivetrain.config import nearest
+from drivetrain.config.leaves import leaves
+from drivetrain.errors import DrivetrainError
+
+__all__ = ["catalogue", "entry", "entry_of_field"]
+
+_PACKAGE = "drivetrain.catalogue"
+
+
+@functools.cache
+def catalogue() -> tuple[Optimisation, ...]:
+    """All entries, by name. An entry that contradicts the schema or another one is our own defect: AssertionError."""
+    package = importlib.import_module(_PACKAGE)
+    modules = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    found = []
+    for module in modules:
+        candidate = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), "ENTRY", None)
+        if candidate is None:
+            continue
+        assert isinstance(candidate, Optimisation), f"{module}.ENTRY is no Optimisation"
+        assert candidate.name == module, f"the entry {candidate.name} is in {module}.py"
+        found.append(candidate)
+    _validate(found)
+    return tuple(found)
+
+
+def _validate(entries: list[Optimisation]) -> None:
+    names = {one.name for one in entries}
+    fields = [one.field for one in entries]
+    assert len(set(fields)) == len(fields), f"two entries of one field: {sorted(fields)}"
+    for one in entries:
+        unknown = {one.field, *(knob.field for knob in one.knobs)} - leaves().keys()
+        assert not unknown, f"{one.name}: no such leaf: {sorted(unknown)}"
+        assert names >= set(one.conflicts), f"{one.name} conflicts with an unknown entry"
+        assert one.name not in one.conflicts
+        assert one.treats, f"{one.name} treats no class of the account"
+
+
+def entry(name: str) -> Optimisation:
+    """The entry called ``name``.
+
+    Raises:
+        DrivetrainError: there is none; the message names the nearest.
+    """
+    known = {one.name: one for one in catalogue()}
+    if name in known:
+        return known[name]
+    close = nearest(name, list(known))
+    hint = f"did you mean {close}?" if close is not None else f"there are: {', '.join(known)}"
+    raise DrivetrainError(f"no optimisation is called {name!r}; {hint}")
+
+
+def entry_of_field(field: str) -> Optimisation | None:
+    """The entry that a configuration leaf requests, or whose knob it is; None where no entry has it."""
+    owners = [one for one in catalogue() if one.field == field]
+    owners += [one for one in catalogue() if any(knob.field == field for knob in one.knobs)]
+    return owners[0] if owners else None

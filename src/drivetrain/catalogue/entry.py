@@ -1,0 +1,99 @@
+"""What an entry of the catalogue says of one optimisation."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from drivetrain.config import LaunchFacts, Rule, RunConfig
+from drivetrain.measure.account import Account
+from drivetrain.measure.optimisation import Evidence, Observation, Prediction
+
+__all__ = ["Knob", "Numerics", "Optimisation"]
+
+Numerics = Literal["exact", "round-off", "statistical"]
+"""What an optimisation may do to the numbers, and so which gate it must pass: nothing, to the bit; another order or
+rounding of the same arithmetic; another arithmetic, whose training must be as good."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """A configuration leaf with a search range.
+
+    Attributes:
+        field: dotted path of the leaf.
+        low, high: ends of the range, both legal values.
+        whole: whether only whole numbers are legal.
+        scale: ``linear`` or ``log``: in what measure the search divides the range.
+    """
+
+    field: str
+    low: float
+    high: float
+    whole: bool = False
+    scale: Literal["linear", "log"] = "linear"
+
+    def __post_init__(self) -> None:
+        assert self.low < self.high
+        assert self.scale == "linear" or self.low > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimisation:
+    """One optimisation; the code that does it is ``engine/optimisations/<name>.py``.
+
+    Attributes:
+        name: identifier, and the name of its file.
+        summary: what it does, in one line.
+        sources: tags of the papers, articles or documents it comes from, in words.
+        field: the configuration leaf that requests it.
+        requested: whether a configuration asks for it.
+        on: leaf → value of the move that switches it on, given a configuration and the launch; None where there
+            is nothing to switch on (it is on, or can have no effect here).
+        off: leaf → value of the move that takes it away.
+        numerics: the gate that it must pass.
+        treats: account classes whose time it can reduce (``data.loader``, or a whole group, ``communication``).
+        evidence: whether a profiled window shows it in effect.
+        applies: None, or why it can have no effect under these facts (one process has nothing to communicate).
+        knobs: leaves that are searched once it is on.
+        requires: rules that hold while it is requested.
+        conflicts: names of entries that cannot be requested with it.
+        capability: one of ``engine/capabilities.py``'s names that it needs; None: none.
+        predict: expected gain; None where there is no model of it.
+    """
+
+    name: str
+    summary: str
+    sources: tuple[str, ...]
+    field: str
+    requested: Callable[[RunConfig], bool]
+    on: Callable[[RunConfig, LaunchFacts], Mapping[str, Any] | None]
+    off: Callable[[RunConfig], Mapping[str, Any]]
+    numerics: Numerics
+    treats: tuple[str, ...]
+    evidence: Callable[[RunConfig, Observation, Account | None], Evidence]
+    applies: Callable[[RunConfig, LaunchFacts], str | None] = dataclasses.field(
+        default=lambda _config, _facts: None
+    )
+    knobs: tuple[Knob, ...] = ()
+    requires: tuple[Rule, ...] = ()
+    conflicts: tuple[str, ...] = ()
+    capability: str | None = None
+    predict: Callable[[Account, RunConfig], Prediction | None] | None = None
+
+    def to_document(self) -> dict[str, Any]:
+        """The entry as ``catalogue --json`` shows it."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "sources": list(self.sources),
+            "field": self.field,
+            "numerics": self.numerics,
+            "treats": list(self.treats),
+            "knobs": [
+                {"field": knob.field, "low": knob.low, "high": knob.high, "scale": knob.scale}
+                for knob in self.knobs
+            ],
+            "requires": [rule.doc for rule in self.requires],
+            "conflicts": list(self.conflicts),
+            "capability": self.capability,
+        }

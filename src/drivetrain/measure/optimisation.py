@@ -1,0 +1,130 @@
+"""Plain records of what an optimisation did: observations of a profiled window, evidence, prediction, record.
+
+They pass from the readers of traces to the catalogue's entries, and from there into the run directory; nothing here
+knows any optimisation by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "Count",
+    "Evidence",
+    "EvidenceKind",
+    "Observation",
+    "OptimisationRecord",
+    "Prediction",
+]
+
+EvidenceKind = Literal["shown", "absent", "unknown"]
+
+
+@dataclass(frozen=True)
+class Count:
+    """How often something was recorded, and the sum of its durations in ns (not a union: two at once count twice)."""
+
+    calls: int
+    ns: int
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the records of one rank's profiled steps show of *how* the work was done.
+
+    Names are as in the trace. Keys of ``matmul_dtypes`` are ``bf16 fp16 fp32 fp64 fp8 tf32 int8 unknown``; of
+    ``attention`` the implementation, ``flash efficient cudnn flex math eager unknown``. A mapping is empty where the
+    trace has no such records; ``missing`` names the kinds of record that were not made, so that "not seen" is not
+    taken for "not there".
+    """
+
+    num_steps: int
+    operators: Mapping[str, Count] = field(default_factory=dict)
+    """Host operators (``aten::mm``), Python functions left out."""
+    kernels: Mapping[str, Count] = field(default_factory=dict)
+    """Device kernels."""
+    ranges: Mapping[str, Count] = field(default_factory=dict)
+    """User annotations: spans of the loop, ``enumerate(DataLoader)#…``, ``Torch-Compiled Region``."""
+    matmul_dtypes: Mapping[str, Count] = field(default_factory=dict)
+    attention: Mapping[str, Count] = field(default_factory=dict)
+    collective_bytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Kind of collective (``all_reduce``) → payload of each call in bytes, in order of time; calls of unknown payload
+    are left out."""
+    missing: frozenset[str] = frozenset()
+    """Of ``operators kernels ranges shapes collectives``."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Whether the records of a run show that an optimisation was in effect, and by what."""
+
+    kind: EvidenceKind
+    why: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a change is expected to bring."""
+
+    ratio: float
+    """Step time before over step time after; above 1 is faster."""
+    rule: str
+    """How it was computed."""
+    memory_bytes: int | None = None
+    """Change of the peak; None: not predicted."""
+
+
+@dataclass(frozen=True)
+class OptimisationRecord:
+    """One optimisation in one run: what was asked for, what became of it, and what proves it.
+
+    Attributes:
+        name: of the catalogue's entry.
+        field: the configuration leaf that requests it.
+        value: that leaf's value.
+        requested: whether the value asks for it.
+        active: whether the engine has put it into effect.
+        reason: why it is not active although requested, or what is to be known of it; None otherwise.
+        evidence: None until a window was profiled.
+    """
+
+    name: str
+    field: str
+    value: Any
+    requested: bool
+    active: bool
+    reason: str | None = None
+    evidence: Evidence | None = None
+
+    @property
+    def without_effect(self) -> bool:
+        """Asked for, and either not put into effect or contradicted by the records."""
+        refuted = self.evidence is not None and self.evidence.kind == "absent"
+        return self.requested and (not self.active or refuted)
+
+    def to_document(self) -> dict[str, Any]:
+        """The record as events, summaries and ``train --json`` hold it."""
+        return {
+            "name": self.name,
+            "field": self.field,
+            "value": self.value,
+            "requested": self.requested,
+            "active": self.active,
+            "reason": self.reason,
+            "evidence": None if self.evidence is None else self.evidence.kind,
+            "evidence_why": None if self.evidence is None else self.evidence.why,
+        }
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> "OptimisationRecord":
+        """The record that :meth:`to_document` wrote; KeyError where it is none."""
+        kind = document["evidence"]
+        return cls(
+            name=document["name"],
+            field=document["field"],
+            value=document["value"],
+            requested=document["requested"],
+            active=document["active"],
+            reason=document["reason"],
+            evidence=None if kind is None else Evidence(kind, document["evidence_why"]),
+        )

@@ -17,11 +17,13 @@ Formulas: Narayanan et al. (arXiv 2104.04473, appendix) from real shapes instead
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from drivetrain.config.model import ModelConfig
 from drivetrain.errors import DrivetrainError
 from drivetrain.measure.parameters import parameter_count
+
+if TYPE_CHECKING:  # The schema costs more to import than an account from the cache takes.
+    from drivetrain.config.model import ModelConfig
 
 __all__ = [
     "FLOPS_RULE",
@@ -100,7 +102,7 @@ def _doubled_pairs(lengths: Iterable[int], causal: bool, window: int | None) -> 
 
 
 def forward_flops(
-    model: ModelConfig,
+    model: "ModelConfig",
     *,
     tokens: int,
     sum_squared_lengths: int,
@@ -141,7 +143,7 @@ def forward_flops(
 
 
 def model_flops(
-    model: ModelConfig,
+    model: "ModelConfig",
     *,
     tokens: int,
     sum_squared_lengths: int,
@@ -161,7 +163,7 @@ def model_flops(
 
 
 def hardware_flops(
-    model: ModelConfig,
+    model: "ModelConfig",
     *,
     tokens: int,
     sum_squared_lengths: int,

@@ -1,8 +1,10 @@
 """Parameters of a model, from its configuration alone: exact, and equal to the module's own count."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from drivetrain.config.model import ModelConfig
+if TYPE_CHECKING:
+    from drivetrain.config.model import ModelConfig
 
 __all__ = ["ParameterCount", "parameter_count"]
 
@@ -55,7 +57,7 @@ class ParameterCount:
         )
 
 
-def parameter_count(model: ModelConfig) -> ParameterCount:
+def parameter_count(model: "ModelConfig") -> ParameterCount:
     """Count the parameters of `model` without building it."""
     width, layers, head = model.hidden_size, model.num_layers, model.head_size
     query_width = model.num_attention_heads * head

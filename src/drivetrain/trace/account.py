@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.config.model import ModelConfig
 from drivetrain.errors import DataError, DrivetrainError
 from drivetrain.measure.account import (
     CLASS_GROUPS,
@@ -54,6 +54,9 @@ from drivetrain.trace.ranks import (
 from drivetrain.trace.steps import UNKNOWN_TIME, Steps, cpu_windows, device_windows, launch_times, step_of
 from drivetrain.trace.table import Category, Trace
 from drivetrain.trace.timeline import RankTimeline, StepWindow, timeline_of
+
+if TYPE_CHECKING:
+    from drivetrain.config.model import ModelConfig
 
 __all__ = ["RankTimeline", "StepWindow", "account_of", "timeline_of"]
 
@@ -101,7 +104,7 @@ def account_of(
     traces: Iterable[Trace],
     *,
     step_window: StepWindow = "device",
-    model: ModelConfig | None = None,
+    model: "ModelConfig | None" = None,
     tokens_per_step: int | None = None,
     peak: Peak | None = None,
     achievable: Peak | None = None,

@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from drivetrain.config.suggest import nearest
 from drivetrain.errors import DataError
 from drivetrain.trace.classes import CLASSES, COLLECTIVE_KINDS, GROUP_LABELS
 
@@ -250,6 +249,8 @@ def _known_keys(entry: Mapping[str, Any], legal: frozenset[str], where: str) -> 
 def _one_of(value: object, legal: Iterable[str], where: str) -> None:
     words = tuple(sorted(legal))
     if value not in words:
+        from drivetrain.config.suggest import nearest  # Only a wrong word pays for the schema.
+
         close = nearest(str(value), words)
         hint = f"; did you mean {close!r}?" if close else ""
         raise DataError(f"name table {where} {value!r} is not known{hint} Legal: {', '.join(words)}")

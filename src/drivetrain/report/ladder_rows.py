@@ -1,0 +1,220 @@
+"""The steps of a ladder as rows of text, for the terminal, the page and Markdown alike.
+
+Everything here turns one piece of the document of ``tune.json`` into words: :func:`ladder_rows` a step into a row,
+:func:`change_in_words` a change, :func:`ratio_in_words` a measured ratio with its interval, :func:`gate_in_words` a
+gate's verdict, :func:`totals` what the ladder cost and brought. A document that is still being written lacks pieces:
+what is not there is a dash, never a guess. Ratios above 1 are faster.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.archive.dimensions import format_value
+
+__all__ = [
+    "LADDER_HEADINGS",
+    "LadderRow",
+    "Tone",
+    "change_in_words",
+    "duration_in_words",
+    "gate_in_words",
+    "ladder_rows",
+    "ratio_in_words",
+    "totals",
+    "value_in_words",
+    "verdict_word",
+]
+
+Tone = Literal["good", "bad", "doubtful", "plain"]
+"""How a row's verdict is coloured; the word says the same."""
+
+NOTHING = "-"
+
+LADDER_HEADINGS: tuple[str, ...] = (
+    "#",
+    "change",
+    "treats",
+    "predicted",
+    "measured [95%]",
+    "peak memory",
+    "gate",
+    "verdict",
+)
+"""Headings of :attr:`LadderRow.cells`."""
+
+_OUTCOMES = {
+    "diverged": "diverged",
+    "out_of_memory": "out of memory",
+    "crash": "crashed",
+    "hang": "hung",
+    "refused": "refused",
+    "interrupted": "interrupted",
+}
+
+
+@dataclass(frozen=True)
+class LadderRow:
+    """One step of a ladder, in words."""
+
+    index: str
+    change: str
+    entry: str
+    treats: str
+    predicted: str
+    measured: str
+    memory: str
+    gate: str
+    verdict: str
+    why: str
+    """Why it was kept or not; empty where the document does not say."""
+    cost: str
+    """Device time that the step took."""
+    kept: bool
+    tone: Tone
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table under :data:`LADDER_HEADINGS`; ``why`` and ``cost`` are left to the caller."""
+        return (
+            self.index,
+            self.change,
+            self.treats,
+            self.predicted,
+            self.measured,
+            self.memory,
+            self.gate,
+            self.verdict,
+        )
+
+
+def ladder_rows(steps: Sequence[Mapping[str, Any]]) -> tuple[LadderRow, ...]:
+    """The rows of ``steps`` (or of ``leave_one_out``) of a tune's document, in their order."""
+    return tuple(_row(position, step) for position, step in enumerate(steps, start=1))
+
+
+def _row(position: int, step: Mapping[str, Any]) -> LadderRow:
+    index = step.get("index")
+    verdict, tone = verdict_word(step)
+    seconds = step.get("device_seconds")
+    return LadderRow(
+        index=str(position if index is None else index),
+        change=change_in_words(step.get("change") or {}),
+        entry=str(step.get("entry") or NOTHING),
+        treats=" ".join(map(str, step.get("treats") or ())) or NOTHING,
+        predicted=_predicted(step.get("predicted")),
+        measured=ratio_in_words(step.get("measured")),
+        memory=format_value(step.get("memory_bytes"), "byte"),
+        gate=gate_in_words(step.get("gate")),
+        verdict=verdict,
+        why=str(step.get("why") or ""),
+        cost=NOTHING if seconds is None else duration_in_words(float(seconds)),
+        kept=bool(step.get("kept")),
+        tone=tone,
+    )
+
+
+def verdict_word(step: Mapping[str, Any]) -> tuple[str, Tone]:
+    """``kept``, ``discarded``, or what became of a trial that has no figure (``out of memory``); and its tone."""
+    outcome = step.get("outcome")
+    if step.get("kept"):
+        return "kept", "good"
+    if outcome in _OUTCOMES:
+        return _OUTCOMES[outcome], "bad"
+    if outcome is None:
+        return "not finished", "plain"
+    if outcome != "finished":
+        return str(outcome), "bad"
+    gate = (step.get("gate") or {}).get("verdict")
+    return "discarded", "bad" if gate in ("fail", "suspicious") else "doubtful"
+
+
+def change_in_words(change: Mapping[str, Any]) -> str:
+    """``fusion.compile=true``, as it is written on the command line; several leaves with spaces between them."""
+    return " ".join(f"{leaf}={value_in_words(value)}" for leaf, value in change.items()) or NOTHING
+
+
+def value_in_words(value: Any) -> str:
+    """A leaf's value as TOML has it: ``true``, ``0.003``, ``bf16``; ``-`` for none."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_in_words, value))}]"
+    return str(value)
+
+
+def ratio_in_words(measured: Mapping[str, Any] | None) -> str:
+    """``1.182x [1.165, 1.199]``; the interval is left out where there is none."""
+    if not measured or measured.get("ratio") is None:
+        return NOTHING
+    low, high = measured.get("low"), measured.get("high")
+    interval = "" if low is None or high is None else f" [{float(low):.3f}, {float(high):.3f}]"
+    return f"{float(measured['ratio']):.3f}x{interval}"
+
+
+def _predicted(predicted: Mapping[str, Any] | None) -> str:
+    if not predicted or predicted.get("ratio") is None:
+        return NOTHING
+    return f"{float(predicted['ratio']):.3f}x"
+
+
+def gate_in_words(gate: Mapping[str, Any] | None) -> str:
+    """``round-off: pass``; a dash where no gate was held."""
+    if not gate or gate.get("verdict") is None:
+        return NOTHING
+    tier = gate.get("tier")
+    return f"{tier}: {gate['verdict']}" if tier is not None else str(gate["verdict"])
+
+
+def duration_in_words(seconds: float) -> str:
+    """``0.8 s``, ``43 s``, ``4 min 10 s``, ``2 h 05 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def totals(document: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What the ladder cost and brought: (label, text), only what the document says."""
+    found: list[tuple[str, str]] = []
+    speed_up = ratio_in_words(document.get("speed_up"))
+    if speed_up != NOTHING:
+        found.append(("final against baseline", speed_up))
+    gate = gate_in_words(document.get("final_gate"))
+    if gate != NOTHING:
+        found.append(("gate of the final configuration", gate))
+    spent, budget = document.get("spent_s"), document.get("budget_s")
+    if spent is not None:
+        of_budget = "" if budget is None else f" of {duration_in_words(float(budget))}"
+        found.append(("time spent", f"{duration_in_words(float(spent))}{of_budget}"))
+    if document.get("device_seconds") is not None:
+        found.append(("device time spent", device_hours_in_words(float(document["device_seconds"]))))
+    return (*found, *_saved(document.get("saved") or {}))
+
+
+def device_hours_in_words(seconds: float) -> str:
+    """``0.213 device-hours``."""
+    return f"{seconds / 3600:.3g} device-hours"
+
+
+def _saved(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if saved.get("seconds_per_step") is not None:
+        found.append(("saved, each step", f"{1000 * float(saved['seconds_per_step']):,.1f} ms"))
+    if saved.get("account_seconds_per_step") is not None:
+        milliseconds = 1000 * float(saved["account_seconds_per_step"])
+        found.append(("saved, each step, by the account's classes", f"{milliseconds:,.1f} ms"))
+    known = {"seconds_per_step", "account_seconds_per_step"}
+    for key, value in saved.items():
+        if key not in known and isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((f"saved, {key.replace('_', ' ')}", f"{value:,.4g}"))
+    return found

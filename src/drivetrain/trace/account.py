@@ -42,6 +42,7 @@ from drivetrain.trace.classify import COLLECTIVE_KINDS, GROUP_LABELS, Classifica
 from drivetrain.trace.collectives import CommunicationRecords
 from drivetrain.trace.groups import process_groups
 from drivetrain.trace.health import Finding, withheld
+from drivetrain.trace.lookup import distinct
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.ranks import (
     Comparison,
@@ -259,8 +260,9 @@ def _view_health(trace: Trace, line: RankTimeline) -> tuple[Finding, ...]:
         found.append(Finding("no_host_records", "note", message, 1))
     if trace.partial:
         found += _lost_to_the_break(trace)
-    devices = np.unique(trace.events.device[trace.events.is_device_work()])
-    if len(devices[devices >= 0]) > 1:
+    device = trace.events.device[trace.events.is_device_work()]
+    devices = distinct(device[device >= 0])
+    if len(devices) > 1:
         message = f"work of {len(devices)} devices in one trace: busy means that any of them was"
         found.append(Finding("several_devices", "warning", message, len(devices)))
     return tuple(found)

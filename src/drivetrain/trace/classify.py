@@ -36,6 +36,7 @@ from drivetrain.trace.host_context import (
     used_names,
     working_operators,
 )
+from drivetrain.trace.lookup import flags
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.recompute import recomputed
 from drivetrain.trace.table import Category, EventTable, Trace
@@ -47,6 +48,8 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 _OTHER = CLASS_INDEX["compute.other"]
 _COPY_OTHER = CLASS_INDEX["copy.other"]
 _MEMSET = CLASS_INDEX["copy.memset"]
+_IS_COMPUTE = flags(len(CLASSES), COMPUTE)
+_IS_COPY = flags(len(CLASSES), COPIES)
 _KIND_INDEX = {kind: index for index, kind in enumerate(COLLECTIVE_KINDS)}
 
 UNKNOWN_SHARE = 0.05
@@ -77,7 +80,7 @@ class Classification:
 
     def is_compute(self) -> NDArray[np.bool_]:
         """Mask of the ``compute.*`` events."""
-        return np.isin(self.kind, COMPUTE)
+        return _IS_COMPUTE[self.kind]
 
     def is_communication(self) -> NDArray[np.bool_]:
         """Mask of the communication events."""
@@ -85,7 +88,7 @@ class Classification:
 
     def is_copy(self) -> NDArray[np.bool_]:
         """Mask of the ``copy.*`` events."""
-        return np.isin(self.kind, COPIES)
+        return _IS_COPY[self.kind]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +123,7 @@ def classify(
         operators = np.flatnonzero(events.category == Category.CPU_OP)
         repeated = _spread(count, operators, recomputed(events, own_places(events, operators), table))
     else:
-        repeated = _spread(
-            count, rows, recomputed(events, draft.places, table) & np.isin(draft.kind, COMPUTE)
-        )
+        repeated = _spread(count, rows, recomputed(events, draft.places, table) & _IS_COMPUTE[draft.kind])
     return Classification(
         kind=_spread(count, rows, draft.kind),
         collective_kind=_spread(count, rows, draft.collective),
@@ -197,7 +198,7 @@ def _narrowed_by_operator(
     named: NDArray[np.bool_],
 ) -> NDArray[np.uint8]:
     """Classes of generic and unknown kernels, by the innermost operator that launched them."""
-    open_rows = np.flatnonzero(weak & (places.operator >= 0) & np.isin(kind, COMPUTE))
+    open_rows = np.flatnonzero(weak & (places.operator >= 0) & _IS_COMPUTE[kind])
     if len(open_rows) == 0:
         return kind
     operators = places.operator[open_rows]
@@ -207,14 +208,16 @@ def _narrowed_by_operator(
         if label is not None and label.startswith("compute."):
             narrower[index] = CLASS_INDEX[label]
     decided = narrower[events.name[operators]]
-    decided[named[open_rows] & np.isin(decided, _SAYS_LITTLE)] = NONE
+    decided[named[open_rows] & _SAYS_LITTLE[decided]] = NONE
     kind = kind.copy()
     kind[open_rows[decided != NONE]] = decided[decided != NONE]
     return kind
 
 
 # Classes an operator gives by default: they do not overrule what a kernel's name says.
-_SAYS_LITTLE = tuple(CLASS_INDEX[f"compute.{name}"] for name in ("other", "elementwise", "copy_cast"))
+_SAYS_LITTLE = flags(
+    len(CLASSES), [CLASS_INDEX[f"compute.{name}"] for name in ("other", "elementwise", "copy_cast")]
+)
 
 
 def _moved_by_context(
@@ -240,7 +243,7 @@ def _moved_by_context(
         if len(rows) == 0:
             continue
         inside = Ranges.of(events, rows).contain(places.key, places.time_ns) & ~decided
-        inside &= np.isin(kind, [CLASS_INDEX[name] for name in context.covers])
+        inside &= flags(len(CLASSES), [CLASS_INDEX[name] for name in context.covers])[kind]
         kind[inside] = CLASS_INDEX[context.label]
         decided |= inside
     return kind
@@ -255,7 +258,7 @@ def _alone_among_communication(
         return unknown
     stream = events.device[rows].astype(np.int64) * (len(events.streams) + 1) + events.stream[rows]
     carrying = np.unique(stream[kind == COMMUNICATION])
-    computing = np.unique(stream[np.isin(kind, COMPUTE) & ~unknown])
+    computing = np.unique(stream[_IS_COMPUTE[kind] & ~unknown])
     only_communication = np.setdiff1d(carrying, computing)
     unknown &= (events.stream[rows] >= 0) & np.isin(stream, only_communication)
     return unknown
@@ -300,12 +303,13 @@ def _host_names(
         classes[index] = CLASS_INDEX[rule.label]
         helper[index] = rule.library == "metadata" or rule.label == "compute.copy_cast"
         specific[index] = rule.library not in ("metadata", "default") and rule.label.startswith("compute.")
-    is_heavy = specific & np.isin(classes, _HEAVY)
+    is_heavy = specific & _HEAVY[classes]
     return classes, is_heavy, specific & ~is_heavy, helper
 
 
-_HEAVY = tuple(
-    CLASS_INDEX[f"compute.{name}"] for name in ("matmul", "attention", "norm", "loss", "optimizer")
+_HEAVY = flags(
+    len(CLASSES),
+    [CLASS_INDEX[f"compute.{name}"] for name in ("matmul", "attention", "norm", "loss", "optimizer")],
 )
 
 

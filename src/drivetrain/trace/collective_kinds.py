@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from drivetrain.trace.classes import COLLECTIVE_KINDS
 from drivetrain.trace.host_context import HostPlaces, Ranges, thread_keys, used_names
+from drivetrain.trace.lookup import distinct, flags
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.table import Category, EventTable, Trace
 
@@ -38,13 +39,13 @@ def _range_rows(
     events: EventTable, table: NameTable, categories: Sequence[Category]
 ) -> dict[int, NDArray[np.int64]]:
     """Rows of the ranges that stand for a collective, by kind."""
-    rows = np.flatnonzero(np.isin(events.category, [int(category) for category in categories]))
+    rows = np.flatnonzero(flags(len(Category), categories)[events.category])
     kinds = np.zeros(len(events.names), np.uint8)
     for index in used_names(events, rows):
         if events.names[index].startswith(_RANGE_PREFIXES):
             kinds[index] = kind_of_word(table, events.names[index])
     of_row = kinds[events.name[rows]] if len(kinds) else np.zeros(0, np.uint8)
-    return {int(kind): rows[of_row == kind] for kind in np.unique(of_row) if kind != UNKNOWN}
+    return {int(kind): rows[of_row == kind] for kind in distinct(of_row) if kind != UNKNOWN}
 
 
 def kinds_by_context(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from drivetrain.measure.intervals import Intervals, union
 from drivetrain.trace.classify import CLASSES, Classification
 from drivetrain.trace.host_context import thread_keys
+from drivetrain.trace.lookup import contained, distinct, flags
 from drivetrain.trace.table import Category, EventTable
 
 __all__ = ["CAUSE_NAMES", "HostRecords", "host_compute"]
@@ -67,7 +68,7 @@ class HostRecords:
     def is_host(self) -> NDArray[np.bool_]:
         """Rows of operators, runtime calls, ranges and Python functions."""
         wanted = (Category.CPU_OP, Category.RUNTIME, Category.ANNOTATION, Category.PYTHON)
-        return np.isin(self.events.category, [int(category) for category in wanted])
+        return flags(len(Category), wanted)[self.events.category]
 
     @property
     def complete(self) -> bool:
@@ -90,13 +91,13 @@ class HostRecords:
         )
         calls = np.flatnonzero((events.category == np.uint8(Category.RUNTIME)) & (events.correlation >= 0))
         kernels = events.correlation[events.category == np.uint8(Category.KERNEL)]
-        launches = calls[np.isin(events.correlation[calls], kernels)]
-        threads = np.union1d(keys[signs[events.name] & self.is_host], keys[launches])
+        launches = calls[contained(events.correlation[calls], kernels)]
+        threads = distinct(np.concatenate((keys[signs[events.name] & self.is_host], keys[launches])))
         if len(threads) == 0:
-            communicates = np.unique(keys[self.named(r"gloo:")[events.name] & self.is_host])
-            operators = np.unique(keys[events.category == np.uint8(Category.CPU_OP)])
-            threads = np.setdiff1d(operators, communicates)
-        return np.isin(keys, threads) & self.is_host
+            communicates = keys[self.named(r"gloo:")[events.name] & self.is_host]
+            operators = distinct(keys[events.category == np.uint8(Category.CPU_OP)])
+            threads = operators[~contained(operators, communicates)]
+        return contained(keys, threads) & self.is_host
 
     def named(self, pattern: str) -> NDArray[np.bool_]:
         """Mask over names that match at their start."""
@@ -174,7 +175,7 @@ def host_compute(records: HostRecords) -> dict[str, Intervals]:
     starts = events.start_ns[rows]
     ends = starts + events.duration_ns[rows]
     sets = {"recompute": union(starts[again], ends[again])}
-    for index in np.unique(kind).tolist():
+    for index in distinct(kind).tolist():
         mine = (kind == index) & ~again
         sets[CLASSES[index]] = union(starts[mine], ends[mine])
     return sets

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from drivetrain.trace.lookup import contained, distinct
 from drivetrain.trace.table import Category, EventTable
 
 __all__ = [
     "HostPlaces",
     "Ranges",
     "host_places",
+    "launch_rows",
     "own_places",
     "thread_keys",
     "used_names",
@@ -51,20 +53,35 @@ def _first_row_of(
     values: NDArray[np.int64], rows: NDArray[np.int64], wanted: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """For each wanted value the first of ``rows`` whose value it is; -1 where none, or where it is negative."""
+    if np.any(values[1:] < values[:-1]):
+        order = np.argsort(values, kind="stable")
+        values, rows = values[order], rows[order]
+    return _first_in_order(values, rows, wanted)
+
+
+def _first_in_order(
+    ordered: NDArray[np.int64], rows: NDArray[np.int64], wanted: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """:func:`_first_row_of` of ascending values."""
     if len(rows) == 0:
         return np.full(len(wanted), -1, np.int64)
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
     position = np.minimum(np.searchsorted(ordered, wanted), len(rows) - 1)
     found = (ordered[position] == wanted) & (wanted >= 0)
-    return np.where(found, rows[order[position]], -1)
+    return np.where(found, rows[position], -1)
+
+
+def launch_rows(events: EventTable, rows: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Row of the call that launched each of some device records, by correlation; -1 where none is known.
+
+    A graph launch serves many kernels; of several calls under one correlation the first is the launch.
+    """
+    return _first_in_order(*events.launches, events.correlation[rows])
 
 
 def host_places(events: EventTable, rows: NDArray[np.int64]) -> HostPlaces:
     """Join device records with their launches and operators."""
-    runtime = np.flatnonzero((events.category == Category.RUNTIME) & (events.correlation >= 0))
     operators = np.flatnonzero((events.category == Category.CPU_OP) & (events.external_id >= 0))
-    launch = _first_row_of(events.correlation[runtime], runtime, events.correlation[rows])
+    launch = launch_rows(events, rows)
     launched = launch >= 0
     external = events.external_id[rows].copy()
     external[launched] = np.where(
@@ -72,8 +89,8 @@ def host_places(events: EventTable, rows: NDArray[np.int64]) -> HostPlaces:
     )
     operator = _first_row_of(events.external_id[operators], operators, external)
 
-    operator_threads = np.unique(thread_keys(events, operators))
-    place = np.where(launched & np.isin(thread_keys(events, launch), operator_threads), launch, -1)
+    operator_threads = distinct(thread_keys(events, operators))
+    place = np.where(launched & contained(thread_keys(events, launch), operator_threads), launch, -1)
     place = np.where(place < 0, operator, place)
     place = np.where(place < 0, launch, place)
     known = place >= 0
@@ -102,7 +119,7 @@ class Ranges:
     def merged(cls, key: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64]) -> "Ranges":
         """Union of ranges given by thread, start and end, all of shape (m,)."""
         threads = {}
-        for thread in np.unique(key):
+        for thread in distinct(key):
             mine = key == thread
             order = np.argsort(start[mine], kind="stable")
             starts, ends = start[mine][order], np.maximum.accumulate(end[mine][order])
@@ -144,7 +161,7 @@ def working_operators(
     keys = thread_keys(events, rows)
     parts = [
         mine[_working_of_thread(events, mine, light, heavy, helper)]
-        for mine in (rows[keys == key] for key in np.unique(keys))
+        for mine in (rows[keys == key] for key in distinct(keys))
     ]
     return np.sort(np.concatenate(parts)) if parts else rows
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.trace.host_context import HostPlaces, Ranges, thread_keys, used_names
+from drivetrain.trace.lookup import contained, distinct
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.table import Category, EventTable
 
@@ -32,7 +33,8 @@ def recomputed(events: EventTable, places: HostPlaces, table: NameTable) -> NDAr
     """Which of the placed records were launched by, or are, repeated forward work; shape of ``places.rows``."""
     marks = table.recompute_marks
     reentrant = _rows(events, Category.CPU_OP, marks["reentrant"])
-    backward = np.setdiff1d(_rows(events, Category.CPU_OP, marks["backward"]), reentrant)
+    backward = _rows(events, Category.CPU_OP, marks["backward"])
+    backward = backward[~contained(backward, reentrant)]
     result = np.zeros(len(places.rows), np.bool_)
     for category, mark in ((Category.PYTHON, "frame"), (Category.ANNOTATION, "annotation")):
         result |= Ranges.of(events, _rows(events, category, marks[mark])).contain(places.key, places.time_ns)
@@ -56,7 +58,7 @@ def _repeated_in(events: EventTable, backward: NDArray[np.int64], forward: NDArr
     """From the start of each backward node to the end of the last forward-only operator in it."""
     backward_keys, forward_keys = thread_keys(events, backward), thread_keys(events, forward)
     key_parts, start_parts, end_parts = [], [], []
-    for thread in np.unique(forward_keys) if len(backward) else ():
+    for thread in distinct(forward_keys) if len(backward) else ():
         nodes = backward[backward_keys == thread]
         mine = forward[forward_keys == thread]
         if len(nodes) == 0:

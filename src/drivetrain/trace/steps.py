@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.trace.health import Finding
+from drivetrain.trace.host_context import launch_rows
+from drivetrain.trace.lookup import flags
 from drivetrain.trace.table import Category, EventTable
 
 __all__ = [
@@ -73,8 +75,7 @@ def rows_matching(
         return np.empty(0, np.intp)
     wanted = np.zeros(len(events.names), np.bool_)
     wanted[names] = True
-    mask = wanted[events.name] & np.isin(events.category, [int(category) for category in categories])
-    return np.flatnonzero(mask)
+    return np.flatnonzero(wanted[events.name] & flags(len(Category), categories)[events.category])
 
 
 def find_steps(events: EventTable, *, infer: bool = True) -> Steps:
@@ -226,19 +227,8 @@ def launch_times(events: EventTable, rows: NDArray[np.intp]) -> NDArray[np.int64
         events: all events.
         rows: shape (k,), rows of device work.
     """
-    launches = np.flatnonzero((events.category == np.uint8(Category.RUNTIME)) & (events.correlation >= 0))
-    found = np.full(len(rows), UNKNOWN_TIME, np.int64)
-    if len(launches) == 0 or len(rows) == 0:
-        return found
-    keys = events.correlation[launches]
-    order = np.argsort(keys, kind="stable")
-    wanted = events.correlation[rows]
-    # A graph launch serves many kernels; several calls under one correlation: the first is the launch.
-    place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
-    call = launches[order[place]]
-    hit = (events.correlation[call] == wanted) & (wanted >= 0)
-    found[hit] = events.start_ns[call[hit]]
-    return found
+    calls = launch_rows(events, rows)
+    return np.where(calls >= 0, events.start_ns[calls], UNKNOWN_TIME)
 
 
 def step_of(marks: Sequence[StepMark], times: NDArray[np.int64]) -> NDArray[np.int64]:

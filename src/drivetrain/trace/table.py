@@ -7,6 +7,7 @@ nanoseconds, so that sums and differences are exact.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -130,6 +131,19 @@ class EventTable:
     def is_device_work(self) -> NDArray[np.bool_]:
         """Mask, shape (n,), of the records that make a device busy."""
         return self.category <= np.uint8(Category.MEMSET)
+
+    @cached_property
+    def launches(self) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+        """Calls into the runtime that carry a correlation: the correlations, ascending, and the rows they are of.
+
+        Of several calls of one correlation the first in time comes first.
+        """
+        rows = np.flatnonzero((self.category == np.uint8(Category.RUNTIME)) & (self.correlation >= 0))
+        keys = self.correlation[rows]
+        if np.any(keys[1:] < keys[:-1]):
+            order = np.argsort(keys, kind="stable")
+            keys, rows = keys[order], rows[order]
+        return keys, rows
 
     @classmethod
     def of(cls, columns: Mapping[str, NDArray[Any]], texts: Mapping[str, tuple[str, ...]]) -> Self:

@@ -15,6 +15,7 @@ from drivetrain.measure.account import COMPUTE_CLASSES, COPY_CLASSES, UNCLASSIFI
 from drivetrain.measure.intervals import EMPTY, Intervals, partition, union, union_of
 from drivetrain.trace.classify import CLASSES, Classification, classify
 from drivetrain.trace.host import HostRecords, host_compute
+from drivetrain.trace.lookup import distinct
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.steps import Steps, find_steps
 from drivetrain.trace.table import EventTable, Trace
@@ -105,7 +106,7 @@ def _device_sets(events: EventTable, rows: NDArray[np.intp], classes: Classifica
     starts = events.start_ns[rows]
     ends = starts + events.duration_ns[rows]
     sets: dict[str, list[Intervals]] = {"recompute": [union(starts[again], ends[again])]}
-    for index in np.unique(kind).tolist():
+    for index in distinct(kind).tolist():
         mine = (kind == index) & ~again
         # A record of device work is never nothing: what no rule places computes something.
         name = "compute.other" if CLASSES[index] == "none" else CLASSES[index]

@@ -4,19 +4,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.archive.reader import Run, open_run
-from drivetrain.config import ModelConfig, load_config, tokens_per_step
 from drivetrain.errors import DataError, DrivetrainError, RunError
 from drivetrain.measure.account import Account
-from drivetrain.measure.ceilings import load_ceilings
 from drivetrain.measure.flops import FlopCount, forward_flops
 from drivetrain.measure.peaks import Peak, find_by_torch_name, find_device, peak_flops, supplied_peak
 from drivetrain.trace.account import account_of
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.read import read_trace
 from drivetrain.trace.table import Trace
+
+if TYPE_CHECKING:  # Traces alone need no schema, which costs as much as an account from the cache.
+    from drivetrain.config import ModelConfig
 
 __all__ = ["Figures", "kernels_of", "make_account"]
 
@@ -40,7 +41,7 @@ class Figures:
 class _Facts:
     """What turns times into MFU, resolved."""
 
-    model: ModelConfig | None
+    model: "ModelConfig | None"
     tokens_per_step: int | None
     flops_per_step: FlopCount | None
     peak: Peak | None
@@ -178,12 +179,15 @@ def _facts_of(run: Run | None, figures: Figures) -> _Facts:
         else None
     )
     if run is None:
-        model = load_config(figures.model).config.model if figures.model is not None else None
-        return _Facts(model, figures.tokens_per_step, None, _peak_given(figures, "bf16"), achievable, None)
+        return _Facts(
+            _model_of(figures), figures.tokens_per_step, None, _peak_given(figures, "bf16"), achievable, None
+        )
     if figures.model is not None or figures.tokens_per_step is not None:
         raise DrivetrainError(
             f"{run.path} knows its model and its tokens; drop --model and --tokens-per-step"
         )
+    from drivetrain.config import tokens_per_step
+
     config = run.config()
     given = _peak_given(figures, config.precision.params_dtype)
     measured = _peak_of(run, config.precision.params_dtype)
@@ -196,6 +200,14 @@ def _facts_of(run: Run | None, figures: Figures) -> _Facts:
         achievable=achievable or (measured if run.manifest["devices"]["type"] == "cpu" else None),
         effective_share=share,
     )
+
+
+def _model_of(figures: Figures) -> "ModelConfig | None":
+    if figures.model is None:
+        return None
+    from drivetrain.config import load_config
+
+    return load_config(figures.model).config.model
 
 
 def _peak_given(figures: Figures, dtype: str) -> Peak | None:
@@ -213,10 +225,12 @@ def _peak_of(run: Run, dtype: str) -> Peak | None:
         found = find_by_torch_name(devices["name"])
         return None if found is None else peak_flops(found, dtype)
     threads = next((event.get("threads") for event in reversed(run.events()) if event.get("threads")), None)
+    from drivetrain.measure.ceilings import load_ceilings
+
     return load_ceilings().matmul_flops(devices["name"], dtype, threads)
 
 
-def _counted(run: Run, model: ModelConfig) -> tuple[FlopCount | None, int | None, float | None]:
+def _counted(run: Run, model: "ModelConfig") -> tuple[FlopCount | None, int | None, float | None]:
     """Mean model FLOPs and tokens of the newest window's steps, which know their documents, and the share of tokens
     that carried loss. FLOPs of full sequences stand in where the window did not count them."""
     windows = [

@@ -1,5 +1,8 @@
-"""Trials, the convergence gate and the ladder: one change at a time, kept only where it is faster and unharmed.
+"""Changes to a run that are tried, measured and kept only if training stays as good.
 
-Runs are started through the command line alone and read from their directories. Nothing here imports torch or the
-engine.
+What lives here: starting runs (``trainer``), the convergence gate (``gate``: decisions from plain numbers;
+``gate_runs``: the runs they come from), trials and the ladder. What may not: torch, anything of the engine, and
+anything that trains by itself. Runs are started through the command line only, and read from their directories.
 """
+
+__all__: list[str] = []

@@ -6,9 +6,11 @@ from typing import Any
 from drivetrain.catalogue.entry import Knob, Optimisation
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
-from drivetrain.measure.optimisation import Evidence, Observation
+from drivetrain.measure.optimisation import Evidence, Observation, Prediction
 
 __all__ = ["ENTRY"]
+
+_FROM_WORKERS = "_MultiProcessingDataLoaderIter.__next__"
 
 
 def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
@@ -18,12 +20,27 @@ def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
 def _evidence(_config: RunConfig, seen: Observation, _account: Account | None) -> Evidence:
     if "ranges" in seen.missing:
         return Evidence("unknown", "the trace has no annotated ranges")
-    name = next((name for name in seen.ranges if "_MultiProcessingDataLoaderIter.__next__" in name), None)
+    name = next((name for name in seen.ranges if _FROM_WORKERS in name), None)
     if name is not None:
         return Evidence("shown", f"batches came from worker processes: {seen.ranges[name].calls} x {name}")
     if "drivetrain/fetch" in seen.ranges:
         return Evidence("absent", "batches were fetched, and none from a worker process")
     return Evidence("unknown", "no batch was fetched in the window")
+
+
+def _predict(account: Account, config: RunConfig) -> Prediction | None:
+    """All waiting for batches disappears behind compute: what is left of the step can only be less than that."""
+    if config.data.num_workers:
+        return None
+    windows = [step.window for rank in account.ranks for step in rank.steady_steps]
+    wall_ns = sum(window.window_ns for window in windows)
+    loader_ns = sum(window.group_ns("data.loader") for window in windows)
+    if loader_ns >= wall_ns:
+        return None
+    return Prediction(
+        wall_ns / (wall_ns - loader_ns),
+        "upper bound: the time of data.loader disappears behind compute, and the workers take no core away from it",
+    )
 
 
 ENTRY = Optimisation(
@@ -37,5 +54,12 @@ ENTRY = Optimisation(
     numerics="exact",
     treats=("data.loader",),
     evidence=_evidence,
-    knobs=(Knob("data.num_workers", 1, 16, whole=True, scale="log"),),
+    knobs=(
+        Knob("data.num_workers", 1, 16, whole=True, scale="log"),
+        Knob("data.prefetch_factor", 1, 16, whole=True, scale="log"),
+    ),
+    predict=_predict,
+    evidence_rule=(
+        "shown: batches fetched from worker processes in the window; absent: batches fetched, none from a worker"
+    ),
 )

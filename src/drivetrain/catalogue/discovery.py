@@ -8,6 +8,7 @@ from drivetrain.catalogue.entry import Optimisation
 from drivetrain.config import nearest
 from drivetrain.config.leaves import leaves
 from drivetrain.errors import DrivetrainError
+from drivetrain.measure.account import CLASS_GROUPS, CLASSES
 
 __all__ = ["catalogue", "entry", "entry_of_field"]
 
@@ -41,6 +42,9 @@ def _validate(entries: list[Optimisation]) -> None:
         assert names >= set(one.conflicts), f"{one.name} conflicts with an unknown entry"
         assert one.name not in one.conflicts
         assert one.treats, f"{one.name} treats no class of the account"
+        no_class = [treated for treated in one.treats if treated not in (*CLASSES, *CLASS_GROUPS)]
+        assert not no_class, f"{one.name} treats what is no class of an account: {no_class}"
+        assert one.evidence_rule, f"{one.name} does not say what its evidence goes by"
 
 
 def entry(name: str) -> Optimisation:

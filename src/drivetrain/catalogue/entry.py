@@ -59,6 +59,7 @@ class Optimisation:
         conflicts: names of entries that cannot be requested with it.
         capability: one of ``engine/capabilities.py``'s names that it needs; None: none.
         predict: expected gain; None where there is no model of it.
+        evidence_rule: what ``evidence`` goes by, in words, for the documentation.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Optimisation:
     conflicts: tuple[str, ...] = ()
     capability: str | None = None
     predict: Callable[[Account, RunConfig], Prediction | None] | None = None
+    evidence_rule: str = ""
 
     def to_document(self) -> dict[str, Any]:
         """The entry as ``catalogue --json`` shows it."""
@@ -90,10 +92,17 @@ class Optimisation:
             "numerics": self.numerics,
             "treats": list(self.treats),
             "knobs": [
-                {"field": knob.field, "low": knob.low, "high": knob.high, "scale": knob.scale}
+                {
+                    "field": knob.field,
+                    "low": knob.low,
+                    "high": knob.high,
+                    "whole": knob.whole,
+                    "scale": knob.scale,
+                }
                 for knob in self.knobs
             ],
             "requires": [rule.doc for rule in self.requires],
             "conflicts": list(self.conflicts),
             "capability": self.capability,
+            "evidence_rule": self.evidence_rule,
         }

@@ -21,8 +21,9 @@ class ParallelismConfig(Section):
 class OverlapConfig(Section):
     """Communication while computing."""
 
-    bucket_size_mb: float = Field(default=25.0, gt=0, le=1_048_576)
-    """Gradients are reduced in buckets of this many MB (1e6 bytes) while backward runs."""
+    bucket_size_mb: float = Field(default=25.0, ge=0, le=1_048_576)
+    """Gradients are reduced in buckets of this many MB (1e6 bytes) while backward runs. 0: all in one bucket,
+    which is reduced when backward has ended."""
 
 
 class FusionConfig(Section):

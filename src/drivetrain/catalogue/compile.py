@@ -1,0 +1,56 @@
+"""Each transformer block is compiled: what lies between its matrix products becomes few generated kernels."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.catalogue.entry import Optimisation
+from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.measure.account import Account
+from drivetrain.measure.optimisation import Evidence, Observation
+
+__all__ = ["ENTRY"]
+
+# What a call of a compiled graph leaves in a trace, whatever the backend and the device.
+_TRACKS = ("Torch-Compiled Region", "CompiledFxGraph", "CompiledFunction")
+
+
+def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
+    return None if config.fusion.compile else {"fusion.compile": True}
+
+
+def _evidence(_config: RunConfig, seen: Observation, _account: Account | None) -> Evidence:
+    for records in (seen.ranges, seen.operators):
+        for name, count in records.items():
+            if any(track in name for track in _TRACKS):
+                return Evidence("shown", f"compiled code ran: {count.calls} x {name}")
+    if "ranges" in seen.missing or "operators" in seen.missing:
+        return Evidence("unknown", "the trace has no ranges or operators, by which compiled code would show")
+    if "drivetrain/forward" in seen.ranges:
+        return Evidence("absent", "forward passes were recorded, and no call of compiled code")
+    return Evidence("unknown", "no forward pass was recorded in the window")
+
+
+ENTRY = Optimisation(
+    name="compile",
+    summary="torch.compile fuses what lies between the matrix products of each block",
+    sources=("Ansel et al. 2024, PyTorch 2 (ASPLOS)", "PyTorch documentation, torch.compile"),
+    field="fusion.compile",
+    requested=lambda config: config.fusion.compile,
+    on=_on,
+    off=lambda _config: {"fusion.compile": False},
+    numerics="round-off",
+    # Attention, embedding, loss and update stay outside the graphs; products are the library's either way.
+    treats=(
+        "compute.norm",
+        "compute.activation",
+        "compute.elementwise",
+        "compute.copy_cast",
+        "host.launch",
+        "host.python",
+    ),
+    evidence=_evidence,
+    capability="compile",
+    evidence_rule=(
+        "shown: calls of compiled graphs in the window; absent: forward passes without any such call"
+    ),
+)

@@ -1,0 +1,92 @@
+"""Gradients travel in buckets while backward still computes, instead of all together when it has ended."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.catalogue.entry import Knob, Optimisation
+from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.measure.account import Account
+from drivetrain.measure.optimisation import Evidence, Observation
+from drivetrain.measure.parameters import parameter_count
+
+__all__ = ["ENTRY"]
+
+_FIELD = "overlap.bucket_size_mb"
+_LARGEST_MB = 25.0
+_GRADIENT_BYTES = 4
+"""Gradients are fp32."""
+_MESSAGE_BYTES = 64
+"""The loop's own sums (token counts, loss, votes) are smaller than this, any bucket of gradients is larger."""
+
+
+def _gradient_mb(config: RunConfig) -> float:
+    return parameter_count(config.model).total * _GRADIENT_BYTES / 1e6
+
+
+def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
+    size = config.overlap.bucket_size_mb
+    if facts.world_size == 1:
+        return "one process has nobody to communicate with"
+    gradients = _gradient_mb(config)
+    if 0 < gradients <= size:
+        return (
+            f"one bucket of {size:g} MB holds all gradients ({gradients:.3g} MB): nothing is reduced before "
+            "backward has ended"
+        )
+    return None
+
+
+def _on(config: RunConfig, facts: LaunchFacts) -> Mapping[str, Any] | None:
+    if facts.world_size == 1:
+        return None
+    if config.overlap.bucket_size_mb and _applies(config, facts) is None:
+        return None
+    # A quarter of the gradients: three of four buckets can travel while backward computes.
+    return {_FIELD: float(f"{min(_LARGEST_MB, _gradient_mb(config) / 4):.2g}")}
+
+
+def _evidence(config: RunConfig, seen: Observation, account: Account | None) -> Evidence:
+    if "collectives" in seen.missing:
+        return Evidence("unknown", "the trace has no collectives")
+    reductions = seen.collective_bytes.get("all_reduce", ())
+    buckets = [size for size in reductions if size > _MESSAGE_BYTES]
+    if not reductions:
+        return Evidence("absent", "no all-reduce of known size was recorded")
+    if not buckets:
+        return Evidence("absent", f"{len(reductions)} all-reduces were recorded, none of them of gradients")
+    per_step = len(buckets) / max(seen.num_steps, 1)
+    what = f"{per_step:.3g} all-reduces of gradients a step, the largest of {max(buckets) / 1e6:.3g} MB"
+    if per_step < 1.5:
+        return Evidence("absent", f"{what}: one bucket holds everything")
+    return Evidence("shown", f"{what}{_overlap(account)}")
+
+
+def _overlap(account: Account | None) -> str:
+    if account is None:
+        return ""
+    windows = [rank.whole for rank in account.ranks]
+    hidden = sum(window.overlapped_communication_ns or 0 for window in windows)
+    total = sum(window.communication_ns or 0 for window in windows)
+    return f"; {hidden / total:.0%} of communication under compute" if total else ""
+
+
+ENTRY = Optimisation(
+    name="ddp_bucket",
+    summary="gradients are reduced in buckets while backward runs",
+    sources=("Li et al. 2020, PyTorch Distributed (VLDB 13)",),
+    field=_FIELD,
+    requested=lambda config: config.overlap.bucket_size_mb > 0,
+    on=_on,
+    off=lambda _config: {_FIELD: 0.0},
+    # Two ranks add the same two numbers whatever the buckets. With more, a ring or a tree adds an element in an
+    # order that depends on its place in the bucket.
+    numerics="round-off",
+    treats=("communication",),
+    evidence=_evidence,
+    applies=_applies,
+    knobs=(Knob(_FIELD, 0.1, 200.0, scale="log"),),
+    evidence_rule=(
+        "shown: more than one all-reduce of gradients a step in the window; absent: at most one, since nothing can "
+        "then travel before backward has ended"
+    ),
+)

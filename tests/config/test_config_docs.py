@@ -20,6 +20,7 @@ READ_THROUGH = {
     "model.kv_channels": "model.head_size",
     "model.max_position_embeddings": "model.max_positions",
     "parallelism.data_parallel_size": "data_parallel_size()",
+    "data.seed": "data_seed()",
     "profiler.profile_ranks": "profiled_ranks()",
     "lr_schedule.lr_decay_tokens": "decay_tokens()",
     "lr_schedule.lr_wsd_decay_tokens": "wsd_decay_length()",

@@ -165,3 +165,16 @@ def test_workers_leave_signals_to_the_trainer(config: MakeConfig, numbered_corpu
             os.kill(child.pid, signal.SIGTERM)
         take(loader, 30)
         assert all(child.is_alive() for child in loader._children)
+
+
+def test_runs_that_share_data_seed_see_the_same_samples_whatever_run_seed(
+    config: MakeConfig, numbered_corpus: Corpus
+) -> None:
+    def first_rows(run_seed: int, data_seed: int | None) -> list[tuple[int, ...]]:
+        made = config(seed=data_seed)
+        made = made.model_copy(update={"run": made.run.model_copy(update={"seed": run_seed})})
+        return rows(take(BatchLoader(made, numbered_corpus, "train"), 4))
+
+    assert first_rows(1, 7) == first_rows(2, 7)
+    assert first_rows(7, None) == first_rows(1, 7), "absent: run.seed"
+    assert first_rows(1, 7) != first_rows(1, 8)

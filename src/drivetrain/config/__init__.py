@@ -9,6 +9,7 @@ from drivetrain.config.basic_rules import BASIC_RULES, violations
 from drivetrain.config.derive import (
     Derived,
     data_parallel_size,
+    data_seed,
     decay_tokens,
     derived_values,
     num_microbatches,
@@ -68,6 +69,7 @@ __all__ = [
     "Violation",
     "config_hash",
     "data_parallel_size",
+    "data_seed",
     "decay_tokens",
     "derived_values",
     "differing_leaves",

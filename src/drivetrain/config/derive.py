@@ -12,6 +12,7 @@ from drivetrain.config.training import DataConfig
 __all__ = [
     "Derived",
     "data_parallel_size",
+    "data_seed",
     "decay_tokens",
     "derived_values",
     "num_microbatches",
@@ -35,6 +36,11 @@ def data_parallel_size(config: RunConfig, world_size: int) -> int:
     """Data-parallel ranks: parallelism.data_parallel_size, or all processes."""
     given = config.parallelism.data_parallel_size
     return world_size if given is None else given
+
+
+def data_seed(config: RunConfig) -> int:
+    """Seed of the order of training data: data.seed, or run.seed."""
+    return config.run.seed if config.data.seed is None else config.data.seed
 
 
 def num_microbatches(config: RunConfig, world_size: int) -> int:
@@ -98,6 +104,8 @@ def _model(config: RunConfig) -> list[Derived]:
 
 def _execution(config: RunConfig, facts: LaunchFacts) -> list[Derived]:
     found = []
+    if config.data.seed is None:
+        found.append(Derived("data.seed", config.run.seed, "run.seed"))
     if config.parallelism.data_parallel_size is None:
         reason = f"{facts.world_size} process{'es' if facts.world_size > 1 else ''}"
         found.append(Derived("parallelism.data_parallel_size", facts.world_size, reason))

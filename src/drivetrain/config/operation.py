@@ -39,7 +39,7 @@ class RunSectionConfig(Section):
     runs_dir: str = Field(default="runs", min_length=1)
     """Folder in which run directories are made."""
     seed: Count = Field(default=1234, ge=0, le=2**63 - 1)
-    """Seed of the initial weights, of dropout and of the data order."""
+    """Seed of the initial weights and of dropout, and of the data order unless data.seed is given."""
     deterministic: bool = False
     """Only deterministic algorithms: the same run on the same machine gives the same bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -33,6 +33,9 @@ class DataConfig(Section):
         default=None, pattern=r"^[A-Za-z_][\w.]*[.:][A-Za-z_]\w*$", examples=["package.module.function"]
     )
     """Dotted path of a callable applied to each document's token ids (int64 array in, same shape out)."""
+    seed: Count | None = Field(default=None, ge=0, le=2**63 - 1)
+    """Seed of the order of training data. Derived when absent: run.seed. Runs that share it see the same data
+    from other initial weights."""
 
 
 class TrainingConfig(Section):

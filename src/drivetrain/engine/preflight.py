@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drivetrain.config import RunConfig
+from drivetrain.config import RunConfig, data_seed
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.sequences import Sequences
 from drivetrain.engine.model.huggingface import require_same_model
@@ -20,7 +20,7 @@ def require_usable_inputs(config: RunConfig, corpus: Corpus) -> None:
     Raises:
         DrivetrainError: what would have stopped the run.
     """
-    seq_length, seed = config.model.seq_length, config.run.seed
+    seq_length, seed = config.model.seq_length, data_seed(config)
     Sequences(corpus, config.data, "train", seq_length, seed).batch(np.zeros(1, dtype=np.int64))
     if config.training.eval_iters:
         Sequences(corpus, config.data, "validation", seq_length, seed)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain.config import RunConfig
+from drivetrain.config import RunConfig, data_seed
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.sequences import Sequences
 from drivetrain.engine.data.split import Split
@@ -60,7 +60,7 @@ class BatchLoader(Iterator[Batch]):
     batches are built by ``data.num_workers`` processes; evaluation builds its own.
 
     Args:
-        config: the run; read are model.seq_length, data, training's batch sizes and run.seed.
+        config: the run; read are model.seq_length, data, training's batch sizes and the data's seed.
         corpus: an opened corpus.
         split: ``train`` (endless without ``num_samples``) or ``validation`` (at most one pass; samples that
             fill its last global batch carry no loss).
@@ -92,7 +92,7 @@ class BatchLoader(Iterator[Batch]):
         training, data = config.training, config.data
         per_pass = training.micro_batch_size * world_size
         assert training.global_batch_size % per_pass == 0, "a rule of the configuration"
-        sequences = Sequences(corpus, data, split, config.model.seq_length, config.run.seed)
+        sequences = Sequences(corpus, data, split, config.model.seq_length, data_seed(config))
         self.samples_per_epoch = sequences.num_samples
         self.tokens_per_epoch = sequences.num_tokens
         self.num_microbatches = training.global_batch_size // per_pass

@@ -32,7 +32,7 @@ class Sequences:
         data: split, borders and transform.
         split: ``train`` or ``validation``.
         seq_length: tokens in a sample.
-        seed: ``run.seed``, of the order of training samples.
+        seed: of the order of training samples (:func:`drivetrain.config.data_seed`).
     Attributes:
         num_samples: windows in one epoch.
         num_tokens: tokens of the split.

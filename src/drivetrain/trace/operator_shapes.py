@@ -7,7 +7,7 @@ from typing import Any
 
 from drivetrain.measure.flops import matrix_product_flops
 
-__all__ = ["Product", "Tensor", "output_of", "product_of", "tensors_of"]
+__all__ = ["Product", "Tensor", "factor_of", "output_of", "product_of", "tensors_of"]
 
 # Sizes of the types the profiler writes, in bytes; names as in C++ and, in some versions, as in Python.
 _ITEM_BYTES: Mapping[str, int] = {
@@ -140,6 +140,15 @@ def product_of(operator: str, tensors: tuple[Tensor | None, ...]) -> Product | N
     if 0 in (batch, m, right.dims[columns], k):
         return None
     return Product(batch, m, right.dims[columns], k, left.dtype, left.item_bytes)
+
+
+def factor_of(operator: str, tensors: tuple[Tensor | None, ...]) -> Tensor | None:
+    """The left factor of a matrix product or convolution: its dtype is that of the multiplication.
+
+    None where shapes were not recorded. The first argument of an operator that is not in the table.
+    """
+    place = _FACTORS.get(operator, (0, 1))[0]
+    return tensors[place] if place < len(tensors) else None
 
 
 def output_of(operator: str, tensors: tuple[Tensor | None, ...]) -> Tensor | None:

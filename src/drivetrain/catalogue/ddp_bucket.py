@@ -45,7 +45,7 @@ def _on(config: RunConfig, facts: LaunchFacts) -> Mapping[str, Any] | None:
     return {_FIELD: float(f"{min(_LARGEST_MB, _gradient_mb(config) / 4):.2g}")}
 
 
-def _evidence(config: RunConfig, seen: Observation, account: Account | None) -> Evidence:
+def _evidence(_config: RunConfig, seen: Observation, account: Account | None) -> Evidence:
     if "collectives" in seen.missing:
         return Evidence("unknown", "the trace has no collectives")
     reductions = seen.collective_bytes.get("all_reduce", ())

@@ -17,10 +17,12 @@ def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
     from drivetrain.engine.data.corpus import ensure_corpus
     from drivetrain.engine.devices import select_device, set_threads, thread_count
     from drivetrain.engine.failures import explained
+    from drivetrain.engine.optimizer import why_not_fused
     from drivetrain.engine.overfit import NEAR_ZERO, overfit_batch
     from drivetrain.engine.random_state import set_deterministic
 
     config = loaded.config
+    device = select_device(config.run)
     with show_progress() as progress:
         corpus = ensure_corpus(config.data, config.model, progress)
     for field, requested in (
@@ -30,7 +32,8 @@ def run_overfit(loaded: LoadedConfig, *, as_json: bool) -> int:
     ):
         if requested:
             print(f"warning: {field} has no effect on --overfit-batch", file=sys.stderr)
-    device = select_device(config.run)
+    if config.optimizer.fused and (missing := why_not_fused(device.type)) is not None:
+        print(f"warning: optimizer.fused = true is not in effect: {missing}", file=sys.stderr)
     set_threads(thread_count(config.run, 1))
     set_deterministic(config.run.deterministic)
 

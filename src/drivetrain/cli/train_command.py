@@ -113,7 +113,9 @@ def _train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
 
 def refuse_broken_rules(loaded: LoadedConfig, world_size: int) -> None:
     """Raise ConfigurationError with every broken rule."""
-    broken = violations(loaded.config, LaunchFacts(world_size=world_size))
+    from drivetrain.catalogue.rules import all_rules
+
+    broken = violations(loaded.config, LaunchFacts(world_size=world_size), all_rules())
     if broken:
         raise ConfigurationError(*(str(violation) for violation in broken))
 

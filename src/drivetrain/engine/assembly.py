@@ -20,10 +20,11 @@ from drivetrain.engine.memory.limit import count_step, unseen_with_compile
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.huggingface import load_weights
 from drivetrain.engine.model.initialization import initialize
+from drivetrain.engine.optimisations.implementation import Building
+from drivetrain.engine.optimisations.in_effect import Optimisations
 from drivetrain.engine.optimizer import build_optimizer, clip_gradients
 from drivetrain.engine.parallel.data_parallel import DataParallel
 from drivetrain.engine.parallel.process_group import ProcessGroup
-from drivetrain.engine.precision import compute_dtype
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.random_state import restore_random_state, seed_everything
 from drivetrain.engine.recorder import Recorder
@@ -52,18 +53,21 @@ def assemble(
     seed_everything(config.run.seed, group.ranks.rank)
     corpus = ensure_corpus(config.data, config.model)
     _require_same_corpus(corpus, fingerprint)
-    decoder = Decoder(config.model, compute_dtype(config.precision)).to(device.torch_device)
-    optimizer = build_optimizer(decoder, config.optimizer)
+    building = Building(config=config, device=device, num_ranks=group.size)
+    optimisations = Optimisations(building)
+    optimisations.prepare("choices")
+    decoder = Decoder(config.model, building.compute_dtype).to(device.torch_device)
+    building.decoder = decoder
+    optimizer = build_optimizer(decoder, config.optimizer, fused=building.fused_update)
     checkpoint_folder = run_path / "checkpoints"
     checkpoint = _restore(checkpoint_folder, group, decoder, optimizer, logbook)
     if checkpoint is None and config.checkpoint.initial_load_path is not None:
         load_weights(Path(config.checkpoint.initial_load_path), decoder)
     elif checkpoint is None:
         initialize(decoder, config.run.seed)
-    if config.fusion.compile:
-        decoder.compile_blocks(name_kernels=config.profiler.profile)
-    _enforce_memory_limit(config, corpus, decoder, optimizer, device, group, logbook)
-    data_parallel = DataParallel(decoder, group, device.torch_device, config.overlap.bucket_size_mb)
+    optimisations.prepare("model")
+    _enforce_memory_limit(optimisations, corpus, decoder, optimizer, group, logbook)
+    data_parallel = DataParallel(decoder, group, device.torch_device, building.bucket_size_mb)
     if checkpoint is not None and checkpoint.random_state is not None:
         # Last of all, so that nothing above has drawn from the generators in between.
         restore_random_state(checkpoint.random_state)
@@ -75,6 +79,7 @@ def assemble(
         corpus=corpus,
         decoder=decoder,
         optimizer=optimizer,
+        optimisations=optimisations,
         stepper=Stepper(
             decoder=decoder,
             data_parallel=data_parallel,
@@ -144,11 +149,10 @@ def _restore(
 
 
 def _enforce_memory_limit(
-    config: RunConfig,
+    optimisations: Optimisations,
     corpus: Corpus,
     decoder: Decoder,
     optimizer: torch.optim.AdamW,
-    device: Device,
     group: ProcessGroup,
     logbook: Logbook,
 ) -> None:
@@ -156,6 +160,7 @@ def _enforce_memory_limit(
 
     All micro-batches have one shape, so one untimed step that leaves no trace stands for every step.
     """
+    config, device = optimisations.building.config, optimisations.building.device
     limit_bytes = config.memory.device_memory_limit_bytes
     if limit_bytes is None:
         return
@@ -183,7 +188,7 @@ def _enforce_memory_limit(
         optimizer.step()
 
     count = count_step(one_step, decoder=decoder, optimizer=optimizer, limit_bytes=limit_bytes)
-    unseen = f"; {unseen_with_compile()}" if config.fusion.compile else ""
+    unseen = f"; {unseen_with_compile()}" if optimisations.is_active("compile") else ""
     if group.size > 1:
         unseen += "; gradient buckets of data parallelism are not counted"
     logbook.say(f"memory: {count.peak_bytes:,} of {limit_bytes:,} bytes live at the peak{unseen}")

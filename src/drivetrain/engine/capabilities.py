@@ -27,7 +27,7 @@ from drivetrain.config.operation import RunSectionConfig
 from drivetrain.engine.devices import Device, select_device
 from drivetrain.measure.machine import cpu_flags
 
-__all__ = ["CAPABILITY_NAMES", "Capability", "capabilities", "cpp_compiler"]
+__all__ = ["CAPABILITY_NAMES", "Capability", "capabilities", "capability", "cpp_compiler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,11 @@ def capabilities(device: Device | None = None, deep: bool = False) -> tuple[Capa
         found = [_compiles(one, device) if one.name == "compile" and one.available else one for one in found]
     assert tuple(one.name for one in found) == CAPABILITY_NAMES
     return tuple(found)
+
+
+def capability(name: str, device: Device) -> Capability:
+    """The one called ``name``, tried on ``device``."""
+    return _PROBES[name](device)
 
 
 # -- the processor --

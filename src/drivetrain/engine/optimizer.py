@@ -8,7 +8,6 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from drivetrain.config.training import OptimizerConfig
 from drivetrain.engine.named_tensors import copy_tensors
-from drivetrain.errors import ConfigurationError
 
 __all__ = [
     "allocate_state",
@@ -17,21 +16,25 @@ __all__ = [
     "load_optimizer_state",
     "optimizer_state",
     "set_learning_rate",
+    "why_not_fused",
 ]
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def build_optimizer(decoder: nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    decoder: nn.Module, optimizer: OptimizerConfig, *, fused: bool | None = None
+) -> torch.optim.AdamW:
     """AdamW over ``decoder``'s parameters with its state allocated: zeros, in the parameters' dtype (fp32).
 
     Two groups, each in the order of ``decoder.named_parameters()``: parameters of two or more dimensions are
     decayed, norms and biases are not (Loshchilov & Hutter 2019, decoupled decay; the usual GPT grouping). A
     tied matrix is one parameter.
 
-    Raises:
-        ConfigurationError: ``optimizer.fused`` is on and there is no fused kernel for the parameters' device.
+    Args:
+        fused: whether the update is one kernel; torch must have it for the device. None: as ``optimizer.fused``.
     """
+    fused = optimizer.fused if fused is None else fused
     named = [(name, parameter) for name, parameter in decoder.named_parameters() if parameter.requires_grad]
     decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
     undecayed = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
@@ -45,24 +48,23 @@ def build_optimizer(decoder: nn.Module, optimizer: OptimizerConfig) -> torch.opt
         lr=optimizer.lr,
         betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps,
-        fused=optimizer.fused,
+        fused=fused,
+        # What torch takes by itself without a fused kernel: lists of tensors on CUDA, one tensor after the other on
+        # a CPU. With fused=False alone it would take the slow way everywhere.
+        foreach=not fused and all(parameter.is_cuda for _, parameter in named),
     )
-    if optimizer.fused:
-        _require_fused_kernel(adamw)
     allocate_state(adamw)
     return adamw
 
 
-def _require_fused_kernel(optimizer: torch.optim.AdamW) -> None:
-    # torch itself finds this out in the first step only, as a RuntimeError. A parameter on "meta" stands for
-    # one on the device that a real run would use.
-    supported = ["meta", *_get_fused_kernels_supported_devices()]
-    for name, parameter in _named_parameters(optimizer):
-        if parameter.device.type not in supported or not parameter.is_floating_point():
-            raise ConfigurationError(
-                f"optimizer.fused = true: torch {torch.__version__} has no fused AdamW for {name!r} "
-                f"({parameter.dtype} on {parameter.device.type}); set optimizer.fused=false"
-            )
+def why_not_fused(device_type: str) -> str | None:
+    """Why torch cannot update parameters on such a device with one kernel; None where it can.
+
+    torch itself finds this out in the first step only, as a RuntimeError.
+    """
+    if device_type in _get_fused_kernels_supported_devices():
+        return None
+    return f"torch {torch.__version__} has no fused AdamW for {device_type}"
 
 
 def _named_parameters(optimizer: torch.optim.AdamW) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from drivetrain.engine.data.loader import BatchLoader
 from drivetrain.engine.devices import Device
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.initialization import initialize
-from drivetrain.engine.optimizer import build_optimizer, clip_gradients, set_learning_rate
+from drivetrain.engine.optimizer import build_optimizer, clip_gradients, set_learning_rate, why_not_fused
 from drivetrain.engine.precision import compute_dtype
 
 __all__ = ["NEAR_ZERO", "OverfitResult", "overfit_batch"]
@@ -58,7 +58,11 @@ def overfit_batch(
     initialize(decoder, config.run.seed)
     decoder.eval()
     # No decay: it pulls against exactly what is asked for here.
-    optimizer = build_optimizer(decoder, config.optimizer.model_copy(update={"weight_decay": 0.0}))
+    optimizer = build_optimizer(
+        decoder,
+        config.optimizer.model_copy(update={"weight_decay": 0.0}),
+        fused=config.optimizer.fused and why_not_fused(device.type) is None,
+    )
     with BatchLoader(config, corpus, "train", num_samples=config.training.global_batch_size) as loader:
         batch = next(loader).to(device.torch_device)
     losses: list[float] = []

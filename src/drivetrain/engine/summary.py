@@ -68,6 +68,7 @@ def summarise(
         "tokens": run.progress.tokens,
         "effective_tokens": run.progress.effective_tokens,
         "wall": dataclasses.asdict(figures.wall),
-        "findings": list(figures.findings),
+        "optimisations": [record.to_document() for record in run.optimisations.records()],
+        "findings": [*figures.findings, *run.optimisations.findings()],
         "reasons": reasons,
     }

@@ -1,7 +1,7 @@
 """A run as the loop sees it: what it trains, what it has done, and the things it does now and then."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,13 @@ from drivetrain.engine.devices import Device
 from drivetrain.engine.evaluation import Evaluation, evaluate
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.optimisations.in_effect import Optimisations, finding_of
 from drivetrain.engine.parallel.process_group import ProcessGroup
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import StepFigures, Stepper
 from drivetrain.measure.flops import model_flops
+from drivetrain.measure.optimisation import OptimisationRecord
 from drivetrain.monitor import Console
 
 __all__ = ["Logbook", "TrainingRun"]
@@ -60,7 +62,12 @@ class Logbook:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything :func:`drivetrain.engine.loop.train` needs. ``path`` is the run directory."""
+    """Everything :func:`drivetrain.engine.loop.train` needs.
+
+    Attributes:
+        path: the run directory.
+        probed: started with ``--probe``: its first step leaves what the gate compares.
+    """
 
     path: Path
     config: RunConfig
@@ -69,11 +76,13 @@ class TrainingRun:
     corpus: Corpus
     decoder: Decoder
     optimizer: torch.optim.AdamW
+    optimisations: Optimisations
     stepper: Stepper
     recorder: Recorder
     progress: Progress
     resumed: bool
     logbook: Logbook
+    probed: bool = False
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -109,8 +118,38 @@ class TrainingRun:
             world_size=self.group.size,
             start_sample=self.progress.samples,
             num_samples=remaining,
+            num_workers=self.optimisations.building.num_workers,
         ) as loader:
+            self._note(self.optimisations.begin(loader), "start")
             yield iter(loader)
+
+    def note_what_the_end_shows(self) -> None:
+        """Record the optimisations of which only the steps themselves show that they were not in effect."""
+        self._note(self.optimisations.end(), "end")
+
+    def _note(self, records: Sequence[OptimisationRecord], when: str) -> None:
+        """An event for each record, a warning for each request that is without effect, a line for the others."""
+        for record in records:
+            self.logbook.event("optimisation", when=when, **record.to_document())
+        active = [record.name for record in records if record.active]
+        if active:
+            self.logbook.say(f"optimisations in effect: {', '.join(active)}")
+        for finding in filter(None, map(finding_of, records)):
+            self.logbook.warn(finding)
+
+    def probe_leak(self) -> None:
+        """Before the first step of a probed run: whether a loss sees other documents or later tokens."""
+        if not self.probed or self.progress.step > 0 or not self.group.is_main:
+            return
+        leak = write_probe(self.path, self.config, self.corpus, self.decoder)
+        if leak.verdict != "clean":
+            self.logbook.warn(f"leak probe: {leak.verdict}: {leak.why}")
+
+    def take_gradients(self, step: int) -> Callable[[], None] | None:
+        """What keeps the gradients of ``step``, where they are to be kept: those of the first of a probed run."""
+        if not self.probed or step != 1 or not self.group.is_main:
+            return None
+        return lambda: write_gradients(self.path, self.decoder)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Loss on held-out text, recorded as an event. The time counts as maintenance."""

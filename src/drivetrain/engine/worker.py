@@ -68,7 +68,10 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
             fingerprint = str(opened.manifest["dataset"]["fingerprint"])
             run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint)
             with _begin(run, run_path, threads.compute, peak.reason):
+                before = run.progress.step
                 outcome = train(run, stopping)
+                if run.progress.step > before:
+                    run.note_what_the_end_shows()
             summary = summarise(run, outcome, run_path, time.perf_counter() - started, peak)
         _end(logbook, outcome, summary)
         return WorkerResult(outcome, summary if group.is_main else None)

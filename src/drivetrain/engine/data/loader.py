@@ -137,6 +137,11 @@ class BatchLoader(Iterator[Batch]):
         return workers
 
     @property
+    def workers_alive(self) -> int:
+        """Worker processes that live; 0 where this process builds the batches."""
+        return sum(child.is_alive() for child in self._children)
+
+    @property
     def _total(self) -> int | None:
         return None if self.num_steps is None else self.num_steps * self.num_microbatches
 

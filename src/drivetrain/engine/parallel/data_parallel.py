@@ -21,6 +21,8 @@ from drivetrain.engine.timing import Mark, mark
 __all__ = ["DataParallel", "ExposedWait"]
 
 _MB_IN_MIB = 1e6 / 2**20
+_ONE_BUCKET_MIB = 2**40
+"""More than any gradients: a bucket of this size holds all of them."""
 
 
 class _LossOf(nn.Module):
@@ -78,8 +80,10 @@ class DataParallel:
     """Losses and gradients of a decoder over all ranks of ``group``; transparent for a single rank."""
 
     def __init__(
-        self, decoder: Decoder, group: ProcessGroup, device: torch.device, bucket_size_mb: float
+        self, decoder: Decoder, group: ProcessGroup, device: torch.device, bucket_size_mb: float | None
     ) -> None:
+        """``bucket_size_mb`` is in MB (1e6 bytes); None: all gradients in one bucket, which is reduced once the last
+        of them is there."""
         self._loss_of = _LossOf(decoder)
         self._num_ranks = group.size
         self.exposed_wait: ExposedWait | None = None
@@ -87,8 +91,9 @@ class DataParallel:
         if group.size > 1:
             assert not list(decoder.buffers()), "buffers would be broadcast at every step"
             self.exposed_wait = ExposedWait(decoder, device)
+            bucket_mib = _ONE_BUCKET_MIB if bucket_size_mb is None else bucket_size_mb * _MB_IN_MIB
             self._wrapped = DistributedDataParallel(
-                self._loss_of, bucket_cap_mb=bucket_size_mb * _MB_IN_MIB, gradient_as_bucket_view=True
+                self._loss_of, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True
             )
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """The account of one trace: priorities, windows, withheld figures; against a sweep nanosecond by nanosecond."""
 
 import gc
-import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,9 +20,10 @@ from drivetrain.trace.account import account_of
 from drivetrain.trace.classify import CLASSES as KINDS
 from drivetrain.trace.classify import classify
 from drivetrain.trace.health import Finding
-from drivetrain.trace.host import CAUSE_NAMES
+from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.table import Category, Trace
 
+TABLE = NameTable.load()
 GEMM = "ampere_sgemm_128x64_nn"
 ATTENTION = "flash_fwd_kernel"
 NORM = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel"
@@ -324,7 +324,7 @@ def sweep(trace: Trace, window: tuple[int, int]) -> dict[str, int]:
 
 
 def causes_of(name: str, category: Category) -> set[str]:
-    found = {next((cause for cause, pattern in CAUSE_NAMES if re.match(pattern, name)), "")} - {""}
+    found = {TABLE.label("cause", name) or ""} - {"", "copy.h2d"}
     if category in (Category.CPU_OP, Category.RUNTIME) and not name.startswith("ProfilerStep"):
         found.add("host.launch")
     if category in (Category.ANNOTATION, Category.PYTHON) and not name.startswith("ProfilerStep"):

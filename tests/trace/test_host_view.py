@@ -1,10 +1,13 @@
 """The account of a run without a device: operators are the compute, ranges of the loop the causes."""
 
+from pathlib import Path
+
 import pytest
 from event_tables import Row, trace_of_rows
 
 from drivetrain.measure.account import Window
 from drivetrain.trace.account import account_of
+from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.table import Category
 
 
@@ -108,6 +111,18 @@ def test_known_ranges_are_causes(name: str, cause: str) -> None:
         10 if cause.startswith(("data", "maintenance")) else 0
     )
     assert found.classes["compute.matmul"] == 20
+
+
+def test_causes_of_ones_own_are_told_by_a_rules_file(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('side = "cause"\n[[rule]]\nclass = "data.loader"\npattern = "^my_queue/pop$"\n')
+    trace = trace_of_rows(
+        [span("ProfilerStep#3", 0, 100), span("my_queue/pop", 0, 60), operator("aten::mm", 60, 40)]
+    )
+    ours, theirs = account_of([trace]), account_of([trace], rules=NameTable.load(user_file=rules))
+    assert dict(ours.ranks[0].whole.classes) == {"compute.matmul": 40, "host.python": 60}
+    assert dict(theirs.ranks[0].whole.classes) == {"compute.matmul": 40, "data.loader": 60}
+    assert theirs.name_table != ours.name_table
 
 
 def test_operators_of_the_loader_are_loading() -> None:

@@ -133,6 +133,7 @@ def test_user_rules_come_first_and_change_the_identity(tmp_path: Path) -> None:
         ('[[rule]]\nclass = "communication"\npattern = "("\n', "no regular expression"),
         ('rule = "communication"\n', "[[rule]]"),
         ('[[rule]]\nclass = "communication"\npattern = "x"\nexamples = "y"\n', "no list of texts"),
+        ('side = "cause"\n[[rule]]\nclass = "host.launch"\npattern = "x"\n', "did you mean"),
         ('side = "devise"\n', "did you mean 'device'"),
         ("schema = 2\n", "schema 2"),
         ("[[rule]\n", "not TOML"),

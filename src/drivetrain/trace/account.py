@@ -205,7 +205,7 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
     if any(finding.id in _NO_DEVICE for finding in trace.health):
         trace = _without_device(trace)
     classes = classify(trace, table, layout=_layout_of(trace))
-    line = timeline_of(trace, classes, step_window=step_window)
+    line = timeline_of(trace, classes, step_window=step_window, rules=table)
     health = (*trace.health, *classes.health, *line.steps.health, *_view_health(trace, line))
     reasons = withheld(health)
     use_device = step_window == "device" and line.view == "device"

@@ -1,8 +1,9 @@
 """What the host was doing: the compute of a run without a device, and why a device had nothing to do.
 
 Two uses of the same records. In the *host view* (no device records) operators are the compute. In the *device view*
-they only explain why the device was idle. Causes come from ranges whose names the table below knows: those of our
-own loop (``drivetrain/fetch``) and those that trainers and libraries record by themselves.
+they only explain why the device was idle. Causes come from records whose names the table of causes knows
+(``names/<version>/causes.toml``): those of our own loop (``drivetrain/fetch``) and those that trainers and libraries
+record by themselves.
 """
 
 import re
@@ -15,42 +16,12 @@ from numpy.typing import NDArray
 
 from drivetrain.measure.intervals import Intervals, union
 from drivetrain.trace.classify import CLASSES, Classification
-from drivetrain.trace.host_context import thread_keys
+from drivetrain.trace.host_context import thread_keys, used_names
 from drivetrain.trace.lookup import contained, distinct, flags
+from drivetrain.trace.name_table import CAUSES, NameTable
 from drivetrain.trace.table import Category, EventTable
 
-__all__ = ["CAUSE_NAMES", "HostRecords", "host_compute"]
-
-CAUSE_NAMES: tuple[tuple[str, str], ...] = (
-    (
-        "data.loader",
-        r"drivetrain/fetch$|enumerate\(|.*DataLoader.*__next__|.*(train|val)_dataloader_next|.*wait_for_batch"
-        r"|.*\b(dataloading|data_loading|load_batch|get_batch|next_batch|batch-generator|fetch_batch)\b",
-    ),
-    (
-        "maintenance.checkpoint",
-        r"drivetrain/checkpoint$|.*\b_?(save_checkpoint|checkpoint_save|dcp_save|save_model)\b",
-    ),
-    (
-        "maintenance.evaluation",
-        r"drivetrain/evaluation$|.*\b(evaluation_loop|validation_step|evaluate_model)\b",
-    ),
-    (
-        "maintenance.profiler",
-        r"drivetrain/profiler$|Activity Buffer Request|Buffer Flush|Instrumentation$|Resource$",
-    ),
-    ("maintenance.compile", r".*\(dynamo_timed\)$|.*\bcompile_fx\b|drivetrain/compile$"),
-    (
-        "host.sync",
-        # Freeing memory waits for the device, and a free of seconds is what starves it.
-        r"drivetrain/sync$|(cuda|hip|musa|cu|acl)\w*Synchronize\w*$|aten::(item|_local_scalar_dense)$"
-        r"|(cuda|hip|musa)(Free|FreeHost|HostFree|Malloc|MallocHost|HostMalloc|HostAlloc)$",
-    ),
-    ("host.gc", r"drivetrain/gc$|gc\.collect$|.*built-in function collect>|python gc\b"),
-)
-"""Class of the account → names of host records (matched at their start) that are its cause; the first wins."""
-
-_H2D_SPAN = r"drivetrain/h2d$"
+__all__ = ["HostRecords", "host_compute"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +34,7 @@ class HostRecords:
 
     events: EventTable
     classification: Classification
+    table: NameTable
 
     @cached_property
     def is_host(self) -> NDArray[np.bool_]:
@@ -111,19 +83,20 @@ class HostRecords:
 
     @cached_property
     def cause_of_name(self) -> NDArray[np.int8]:
-        """Position in `CAUSE_NAMES` of each name, -1: none. Shape (len(names),)."""
-        patterns = [re.compile(pattern) for _, pattern in CAUSE_NAMES]
-
-        def cause(name: str) -> int:
-            return next((i for i, pattern in enumerate(patterns) if pattern.match(name)), -1)
-
-        return np.array([cause(name) for name in self.events.names], np.int8)
+        """Position in `CAUSES` of each name of a host record, -1: none. Shape (len(names),)."""
+        of_name = np.full(len(self.events.names), -1, np.int8)
+        told = self.is_host | (self.events.category == np.uint8(Category.OVERHEAD))
+        for index in used_names(self.events, told):
+            label = self.table.label("cause", self.events.names[index])
+            if label in CAUSES:
+                of_name[index] = CAUSES.index(label)
+        return of_name
 
     @cached_property
     def _cause_rows(self) -> NDArray[np.int8]:
-        """Position in `CAUSE_NAMES` of each row, -1: none. Overhead of the profiler counts on any thread."""
+        """Position in `CAUSES` of each row, -1: none. Overhead of the profiler counts on any thread."""
         rows = np.where(self.main_threads, self.cause_of_name[self.events.name], np.int8(-1))
-        profiler = [name for name, _ in CAUSE_NAMES].index("maintenance.profiler")
+        profiler = CAUSES.index("maintenance.profiler")
         overhead = self.events.category == np.uint8(Category.OVERHEAD)
         is_profiler = overhead & (self.cause_of_name[self.events.name] == profiler)
         return np.where(is_profiler, np.int8(profiler), rows)
@@ -138,7 +111,7 @@ class HostRecords:
         if not self.is_host.any():
             return {}
         events, rows = self.events, self._cause_rows
-        found = {name: self.cover(rows == i) for i, (name, _) in enumerate(CAUSE_NAMES)}
+        found = {name: self.cover(rows == i) for i, name in enumerate(CAUSES)}
         category = events.category
         busy = (category == np.uint8(Category.CPU_OP)) | (category == np.uint8(Category.RUNTIME))
         found["host.launch"] = self.cover(
@@ -150,15 +123,15 @@ class HostRecords:
         return found
 
     def h2d(self) -> Intervals:
-        """Our loop's ranges around the copy of a batch to where the model is."""
-        mask = self.named(_H2D_SPAN)[self.events.name] & self.main_threads
-        return self.cover(mask)
+        """Ranges around the copy of a batch to where the model is."""
+        copies = np.zeros(len(self.events.names), np.bool_)
+        for index in used_names(self.events, self.is_host):
+            copies[index] = self.table.label("cause", self.events.names[index]) == "copy.h2d"
+        return self.cover(copies[self.events.name] & self.main_threads)
 
     def set_apart(self) -> Intervals:
         """Loading and maintenance on the main threads: operators inside are theirs, not the model's."""
-        apart = [
-            i for i, (name, _) in enumerate(CAUSE_NAMES) if name.split(".")[0] in ("data", "maintenance")
-        ]
+        apart = [i for i, name in enumerate(CAUSES) if name.split(".")[0] in ("data", "maintenance")]
         return self.cover(np.isin(self._cause_rows, apart) & self.main_threads)
 
 

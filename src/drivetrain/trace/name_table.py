@@ -1,4 +1,4 @@
-"""Name tables: which class a kernel, an operator, a copy or a process group belongs to, as versioned data files.
+"""Name tables: what a kernel, an operator, a copy, a process group or a range belongs to, as versioned data files.
 
 A table is a TOML file of ordered rules; the first rule whose regular expression is found in the name decides.
 ``names/<version>/`` holds the tables of one version; a version that has been published is not edited but followed
@@ -16,14 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.errors import DataError
+from drivetrain.measure.account import HOST_CAUSES
 from drivetrain.trace.classes import CLASSES, COLLECTIVE_KINDS, GROUP_LABELS
 
-__all__ = ["LATEST_VERSION", "SIDES", "Context", "NameTable", "Rule", "table_versions"]
+__all__ = ["CAUSES", "LATEST_VERSION", "SIDES", "Context", "NameTable", "Rule", "table_versions"]
 
 LATEST_VERSION = "1"
 """The version :meth:`NameTable.load` takes when none is named."""
 
 _FOLDER = Path(__file__).parent / "names"
+
+CAUSES: tuple[str, ...] = tuple(name for name in HOST_CAUSES if name not in ("host.launch", "host.python"))
+"""Causes that a name tells, in the order in which they take time. That work is being launched, or that other code of
+the training runs, tells the kind of the record."""
+
+CAUSE_LABELS: tuple[str, ...] = (*CAUSES, "copy.h2d")
+"""What the ``cause`` side may give: a cause, or the copy of a batch in a run whose device records none."""
 
 SIDES: Mapping[str, tuple[str, ...]] = {
     "device": CLASSES,
@@ -31,10 +39,11 @@ SIDES: Mapping[str, tuple[str, ...]] = {
     "host": CLASSES,
     "group": GROUP_LABELS,
     "collective": COLLECTIVE_KINDS,
+    "cause": CAUSE_LABELS,
     "recompute": ("backward", "frame", "annotation", "reentrant", "forward_only"),
 }
 """What a table may class, and the classes it may give: names of kernels, of copy records, of operators and ranges on
-the host; process groups; words for collectives; marks of recomputation."""
+the host; process groups; words for collectives; causes of idleness; marks of recomputation."""
 
 _RULE_KEYS = frozenset({"class", "pattern", "kind", "library", "weak", "examples", "flags", "side"})
 _CONTEXT_KEYS = frozenset({"class", "pattern", "examples", "categories", "covers"})
@@ -47,8 +56,9 @@ class Rule:
 
     label: str
     """The class it gives: one of ``SIDES[side]``."""
-    pattern: re.Pattern[str]
-    """Searched for anywhere in the name."""
+    expression: str
+    """The regular expression, as the file gives it."""
+    ignore_case: bool
     kind: str | None
     """The collective a communication kernel runs, where its name tells."""
     library: str
@@ -59,6 +69,15 @@ class Rule:
     """Real names this rule decides; a test holds every rule to them."""
     source: str
     """``file:number`` of the rule, for messages."""
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Searched for anywhere in the name. Compiled when first asked for: an account needs part of the rules only.
+
+        Raises:
+            DataError: it is no regular expression.
+        """
+        return _compiled(self.expression, self.ignore_case, self.source)
 
 
 @dataclass(frozen=True)
@@ -97,8 +116,9 @@ class NameTable:
         if name not in table_versions():
             raise DataError(f"no name tables of version {name!r}; there are: {', '.join(table_versions())}")
         paths = sorted((_FOLDER / name).glob("*.toml"), key=lambda path: _READING_ORDER.index(path.stem))
-        if user_file is not None:
-            paths.insert(0, Path(user_file))
+        user_path = None if user_file is None else Path(user_file)
+        if user_path is not None:
+            paths.insert(0, user_path)
         digest = hashlib.sha256()
         rules: dict[str, list[Rule]] = {side: [] for side in SIDES}
         contexts: list[Context] = []
@@ -106,6 +126,10 @@ class NameTable:
             content = _read(path)
             digest.update(content)
             side, file_rules, file_contexts = _parse(path, content)
+            if (
+                path == user_path
+            ):  # Ours are compiled when they are asked for; a user's mistake is told at once.
+                _ = [rule.pattern for _, rule in file_rules]
             for rule_side, rule in file_rules:
                 rules[rule_side or side].append(rule)
             contexts.extend(file_contexts)
@@ -139,7 +163,16 @@ class NameTable:
 
 
 # Communication first: "ncclDevKernel_ReduceScatter" must not be read as a reduction.
-_READING_ORDER = ("communication", "compute", "copies", "host", "groups", "collectives", "recompute")
+_READING_ORDER = (
+    "communication",
+    "compute",
+    "copies",
+    "host",
+    "groups",
+    "collectives",
+    "causes",
+    "recompute",
+)
 
 
 def table_versions() -> tuple[str, ...]:
@@ -195,7 +228,8 @@ def _rule(entry: Mapping[str, Any], file_side: str, where: str) -> tuple[str | N
         _one_of(kind, COLLECTIVE_KINDS, f"{where}: kind")
     return side, Rule(
         label=label,
-        pattern=_pattern(_text(entry, "pattern", where), entry.get("flags", ""), where),
+        expression=_text(entry, "pattern", where),
+        ignore_case=_ignores_case(entry.get("flags", ""), where),
         kind=kind,
         library=str(entry.get("library", "user")),
         weak=bool(entry.get("weak", False)),
@@ -214,15 +248,19 @@ def _context(entry: Mapping[str, Any], where: str) -> Context:
     covers = _texts(entry, "covers", where) or tuple(name for name in CLASSES if name.startswith("compute."))
     for covered in covers:
         _one_of(covered, CLASSES, f"{where}: covers")
-    pattern = _pattern(_text(entry, "pattern", where), "", where)
+    pattern = _compiled(_text(entry, "pattern", where), False, where)
     return Context(label, pattern, categories, covers, _texts(entry, "examples", where))
 
 
-def _pattern(text: str, flags: object, where: str) -> re.Pattern[str]:
+def _ignores_case(flags: object, where: str) -> bool:
     if flags not in ("", "i"):
         raise DataError(f'name table {where}: flags = {flags!r}; only "i" (ignore case) is known')
+    return flags == "i"
+
+
+def _compiled(text: str, ignore_case: bool, where: str) -> re.Pattern[str]:
     try:
-        return re.compile(text, re.IGNORECASE if flags == "i" else 0)
+        return re.compile(text, re.IGNORECASE if ignore_case else 0)
     except re.error as error:
         raise DataError(f"name table {where}: {text!r} is no regular expression: {error}") from error
 

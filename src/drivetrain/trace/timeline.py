@@ -62,10 +62,11 @@ def timeline_of(
         step_window: ``cpu`` infers no steps.
         rules: name tables; the built-in ones where None.
     """
-    classes = classify(trace, rules) if classes is None else classes
+    table = NameTable.load() if rules is None else rules
+    classes = classify(trace, table) if classes is None else classes
     events = trace.events
     steps = find_steps(events, infer=step_window == "device")
-    host = HostRecords(events, classes)
+    host = HostRecords(events, classes, table)
     on_device = events.is_device_work()
     view: View = "device" if on_device.any() else "host"
     if view == "device":

@@ -12,6 +12,7 @@ from drivetrain.archive.reader import Run, open_run
 from drivetrain.archive.writer import append_event
 from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
+from drivetrain.cli.evidence import with_evidence
 from drivetrain.cli.output import show_document
 from drivetrain.config import LaunchFacts, LoadedConfig, idle_fields, load_config, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
@@ -88,13 +89,14 @@ def train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
     None: it ended without one, and stderr says how.
     """
     try:
-        return _train_to_end(path, world_size)
+        summary = _train_to_end(path, world_size)
     except KeyboardInterrupt:
         # It came before anything was there to take it in order.
         run = open_run(path)
         if run.end() is None and run.last_segment() is None:
             append_event(path, "end", status="interrupted", reason="a signal before the first step")
         raise
+    return with_evidence(path, summary) if summary is not None else None
 
 
 def _train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
@@ -191,8 +193,11 @@ def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool) -> int:
             if started_by_launcher() and _is_recorded(path, str(error), began):
                 return 2
             raise DrivetrainError(f"rank {ranks.rank}: {error}") from error
-    if result.summary is not None and as_json:
-        show_document(result.summary)
+    summary = result.summary
+    if summary is not None and not started_by_launcher():
+        summary = with_evidence(path, summary)
+    if summary is not None and as_json:
+        show_document(summary)
     return EXIT_OF[result.outcome.status]
 
 

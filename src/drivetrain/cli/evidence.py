@@ -1,0 +1,93 @@
+"""What a profiled window proves of a run's optimisations, added to its record when the run has ended."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.reader import Run, open_run
+from drivetrain.archive.writer import append_event
+from drivetrain.errors import DrivetrainError
+from drivetrain.measure.optimisation import Observation, OptimisationRecord
+
+__all__ = ["with_evidence"]
+
+
+def with_evidence(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """``summary`` of the run in ``path``, with the evidence of its window; as it is where no window was profiled.
+
+    What the window shows is written to the run's events and its ``summary.json`` as well, and said on stderr. A trace
+    that cannot be read leaves evidence unknown, with a warning: the training itself went well.
+    """
+    run = open_run(path)
+    window = _window_of(run)
+    if window is None:
+        return summary
+    from drivetrain.archive.optimisations import add_evidence, records_of
+
+    try:
+        seen = _observation(run, window)
+        records = [_proved(record, run, seen) for record in records_of(run)]
+    except DrivetrainError as error:
+        message = f"no evidence of optimisations: {error}"
+        append_event(path, "warning", message=message)
+        print(f"warning: {message}", file=sys.stderr)
+        return summary
+    findings = [text for record in records if (text := _finding(record)) is not None]
+    changed = add_evidence(run, records, findings)
+    _say(records, findings)
+    return {**summary, **changed}
+
+
+def _window_of(run: Run) -> Mapping[str, Any] | None:
+    """The newest profile window of the run's last segment that left a trace."""
+    segment = run.last_segment()
+    windows = [
+        event
+        for event in run.events()
+        if event["kind"] == "window" and event.get("what") == "profile" and event["segment"] == segment
+    ]
+    return windows[-1] if windows and windows[-1].get("file_bytes") else None
+
+
+def _observation(run: Run, window: Mapping[str, Any]) -> Observation:
+    """What the first of the window's ranks recorded, rank 0 where it was profiled."""
+    from drivetrain.trace.classify import classify
+    from drivetrain.trace.observe import observe
+    from drivetrain.trace.read import read_trace
+
+    name = min(window["file_bytes"], key=lambda file: (len(file), file))
+    trace = read_trace(run.path / window["path"] / name)
+    return observe(trace, classify(trace, None))
+
+
+def _proved(record: OptimisationRecord, run: Run, seen: Observation) -> OptimisationRecord:
+    from drivetrain.catalogue import entry
+
+    return dataclasses.replace(record, evidence=entry(record.name).evidence(run.config(), seen, None))
+
+
+def _finding(record: OptimisationRecord) -> str | None:
+    """Where the window contradicts the record."""
+    evidence = record.evidence
+    if evidence is None:
+        return None
+    if record.active and evidence.kind == "absent":
+        value = str(record.value).lower() if isinstance(record.value, bool) else record.value
+        return f"{record.field} = {value} shows no effect in the profiled steps: {evidence.why}"
+    if not record.active and evidence.kind == "shown":
+        return (
+            f"{record.name} is recorded as not in effect, and yet the profiled steps show it: {evidence.why}"
+        )
+    return None
+
+
+def _say(records: Sequence[OptimisationRecord], findings: Sequence[str]) -> None:
+    for record in records:
+        if record.active and record.evidence is not None:
+            print(
+                f"evidence of {record.name}: {record.evidence.kind}, {record.evidence.why}", file=sys.stderr
+            )
+    for finding in findings:
+        print(f"warning: {finding}", file=sys.stderr)

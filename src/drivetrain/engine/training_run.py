@@ -1,7 +1,7 @@
 """A run as the loop sees it: what it trains, what it has done, and the things it does now and then."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimisations.in_effect import Optimisations, finding_of
 from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.probe import write_gradients, write_probe
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import StepFigures, Stepper

@@ -168,8 +168,8 @@ class RunWriter:
             runs_dir: the archive; made when missing.
             name: characters other than letters, digits, ``.``, ``_`` and ``-`` become ``-``.
             config_toml: the resolved configuration.
-            manifest: ``config_hash, layout, provenance, devices, dataset, seed`` and, for a trial, ``parent``
-                and ``change``. ``schema``, ``id``, ``created`` and ``name`` are added here.
+            manifest: ``config_hash, layout, provenance, devices, dataset, seed`` and what a
+                ``RunOrigin`` gives. ``schema``, ``id``, ``created`` and ``name`` are added here.
             on_fault: told once a file when a line of metrics or an event cannot be written; the run goes on
                 without those lines. None: :class:`EnvironmentFault` is raised.
 

@@ -29,6 +29,26 @@ def train(
             "--overfit-batch", help="Train on one batch until its loss is near zero, or say why not."
         ),
     ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe", help="Keep the first step's gradients and the leak probe's result, for the gate."
+        ),
+    ] = False,
+    perturb_ulp: Annotated[
+        int | None,
+        typer.Option(
+            "--perturb-ulp",
+            min=0,
+            max=2**63 - 1,
+            metavar="SEED",
+            help="Move each initial weight by one unit in the last place of the compute dtype, for the gate.",
+        ),
+    ] = None,
+    parent: Annotated[
+        str | None,
+        typer.Option("--parent", metavar="RUN", help="The run that this one is a change of; it is recorded."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Train a language model.
@@ -39,7 +59,7 @@ def train(
 
     Example: drivetrain train llama-2m training.train_iters=100 --json
     """
-    from drivetrain.cli.train_command import run_train
+    from drivetrain.cli.train_command import Beginning, run_train
 
     raise typer.Exit(
         run_train(
@@ -49,5 +69,6 @@ def train(
             dry=dry_run,
             overfit=overfit_batch,
             as_json=json,
+            beginning=Beginning(probe=probe, perturb_ulp=perturb_ulp, parent=parent),
         )
     )

@@ -5,21 +5,61 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drivetrain.archive.origin import RunOrigin, change_between
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.archive.writer import append_event
 from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.evidence import with_evidence
 from drivetrain.cli.output import show_document
-from drivetrain.config import LaunchFacts, LoadedConfig, idle_fields, load_config, violations
+from drivetrain.config import LaunchFacts, LoadedConfig, RunConfig, idle_fields, load_config, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
-__all__ = ["EXIT_OF", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
+__all__ = ["EXIT_OF", "Beginning", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
 
 _RECORDED_WITHIN_S = 3.0
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Options of ``train`` that count at the start of a new run only."""
+
+    probe: bool = False
+    perturb_ulp: int | None = None
+    parent: str | None = None
+
+    def refuse_without_a_new_run(self, what: str | None) -> None:
+        """Raise DrivetrainError where one is given and ``what`` (an option, a run to continue) starts no new run."""
+        given = {
+            "--probe": self.probe,
+            "--perturb-ulp": self.perturb_ulp is not None,
+            "--parent": self.parent is not None,
+        }
+        name = next((name for name, is_given in given.items() if is_given), None)
+        if what is None or name is None:
+            return
+        if what.startswith("--"):
+            raise DrivetrainError(f"{name} belongs to a new run, and {what} makes none; give one of them")
+        raise DrivetrainError(
+            f"{name} belongs to the start of a run, and {what} is a run to continue; drop {name}, or start a new run "
+            f"from {Path(what) / 'config.toml'}"
+        )
+
+    def origin(self, config: RunConfig) -> RunOrigin:
+        """What the manifest keeps of it. Raises RunError where there is no such parent."""
+        if self.parent is None:
+            return RunOrigin(probe=self.probe, perturb_ulp=self.perturb_ulp)
+        from drivetrain.archive.listing import resolve_run
+
+        parent = resolve_run(self.parent, config.run.runs_dir)
+        change = change_between(parent.config(), config)
+        return RunOrigin(parent.id, change, self.probe, self.perturb_ulp)
+
+
 EXIT_OF = {"finished": 0, "diverged": 1, "interrupted": 130}
 
 
@@ -31,6 +71,7 @@ def run_train(
     dry: bool,
     overfit: bool,
     as_json: bool,
+    beginning: Beginning = Beginning(),
 ) -> int:
     """The verb; returns the exit code."""
     require_torch()
@@ -40,9 +81,12 @@ def run_train(
         {"--nproc": num_processes is not None, "--dry-run": dry, "--overfit-batch": overfit},
         under_torchrun=Ranks.started_by_torchrun(),
     )
+    beginning.refuse_without_a_new_run("--dry-run" if dry else "--overfit-batch" if overfit else None)
     if Ranks.started_by_torchrun():
-        return _as_one_rank(source, overrides, as_json)
+        return _as_one_rank(source, overrides, as_json, beginning)
     run = _run_to_continue(source, overrides)
+    if run is not None:
+        beginning.refuse_without_a_new_run(source)
     loaded = (
         LoadedConfig(run.config(), source, run.name) if run is not None else load_config(source, overrides)
     )
@@ -57,7 +101,7 @@ def run_train(
         from drivetrain.cli.overfit import run_overfit
 
         return run_overfit(loaded, as_json=as_json)
-    path = run.path if run is not None else new_run(loaded, world_size)
+    path = run.path if run is not None else new_run(loaded, world_size, beginning)
     summary = train_to_end(path, world_size)
     return _report(summary, as_json) if summary is not None else 1
 
@@ -148,7 +192,7 @@ def _run_to_continue(source: str, overrides: Sequence[str]) -> Run | None:
     return run
 
 
-def new_run(loaded: LoadedConfig, world_size: int) -> Path:
+def new_run(loaded: LoadedConfig, world_size: int, beginning: Beginning = Beginning()) -> Path:
     """Make the directory of a new run, its corpus prepared with progress on stderr.
 
     Bad input is found before, so that it leaves no directory behind.
@@ -157,14 +201,15 @@ def new_run(loaded: LoadedConfig, world_size: int) -> Path:
     from drivetrain.engine.data.corpus import ensure_corpus
     from drivetrain.engine.preflight import require_usable_inputs
 
+    origin = beginning.origin(loaded.config)
     _note_idle_fields(loaded, world_size)
     with show_progress() as progress:
         corpus = ensure_corpus(loaded.config.data, loaded.config.model, progress)
     require_usable_inputs(loaded.config, corpus)
-    return create_run(loaded, corpus, world_size=world_size, argv=sys.argv)
+    return create_run(loaded, corpus, world_size=world_size, argv=sys.argv, origin=origin)
 
 
-def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool) -> int:
+def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool, beginning: Beginning) -> int:
     """Under torchrun every process comes here; rank 0 makes the run unless the launcher has."""
     from drivetrain.engine.launch import started_by_launcher
     from drivetrain.engine.parallel.process_group import Ranks
@@ -174,11 +219,12 @@ def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool) -> int:
     ranks = Ranks.from_environment()
     run = _run_to_continue(source, overrides)
     if run is not None:
+        beginning.refuse_without_a_new_run(source)
         path = run.path
     else:
         loaded = load_config(source, overrides)
         refuse_broken_rules(loaded, ranks.world_size)
-        path = agree_on_run(ranks, lambda: new_run(loaded, ranks.world_size))
+        path = agree_on_run(ranks, lambda: new_run(loaded, ranks.world_size, beginning))
     began = time.time()
     with StopRequest() as stop:
         if started_by_launcher():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from drivetrain.archive.origin import PLAIN, RunOrigin
 from drivetrain.config import RunConfig, num_microbatches
 from drivetrain.engine.checkpoint import (
     LoadedCheckpoint,
@@ -25,6 +26,7 @@ from drivetrain.engine.optimisations.in_effect import Optimisations
 from drivetrain.engine.optimizer import build_optimizer, clip_gradients
 from drivetrain.engine.parallel.data_parallel import DataParallel
 from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.perturbation import perturb_weights
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.random_state import restore_random_state, seed_everything
 from drivetrain.engine.recorder import Recorder
@@ -44,6 +46,7 @@ def assemble(
     logbook: Logbook,
     peak: Peak | None,
     fingerprint: str,
+    origin: RunOrigin = PLAIN,
 ) -> TrainingRun:
     """Build everything on this rank; weights and state come from the newest sound checkpoint, if any.
 
@@ -65,6 +68,8 @@ def assemble(
         load_weights(Path(config.checkpoint.initial_load_path), decoder)
     elif checkpoint is None:
         initialize(decoder, config.run.seed)
+    if checkpoint is None and origin.perturb_ulp is not None:
+        perturb_weights(decoder, origin.perturb_ulp, building.compute_dtype)
     optimisations.prepare("model")
     _enforce_memory_limit(optimisations, corpus, decoder, optimizer, group, logbook)
     data_parallel = DataParallel(decoder, group, device.torch_device, building.bucket_size_mb)
@@ -95,6 +100,7 @@ def assemble(
         progress=Progress() if checkpoint is None else Progress.from_dict(checkpoint.trainer_state),
         resumed=checkpoint is not None,
         logbook=logbook,
+        probed=origin.probe,
     )
 
 

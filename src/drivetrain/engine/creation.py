@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.archive.origin import PLAIN, RunOrigin
 from drivetrain.archive.provenance import collect
 from drivetrain.archive.writer import RunWriter
 from drivetrain.config import LoadedConfig, config_hash, to_toml
@@ -14,7 +15,14 @@ from drivetrain.engine.stop import StopRequest
 __all__ = ["create_run"]
 
 
-def create_run(loaded: LoadedConfig, corpus: Corpus, *, world_size: int, argv: Sequence[str]) -> Path:
+def create_run(
+    loaded: LoadedConfig,
+    corpus: Corpus,
+    *,
+    world_size: int,
+    argv: Sequence[str],
+    origin: RunOrigin = PLAIN,
+) -> Path:
     """Make the run directory of ``loaded`` and return it."""
     config = loaded.config
     device = select_device(config.run)
@@ -25,6 +33,7 @@ def create_run(loaded: LoadedConfig, corpus: Corpus, *, world_size: int, argv: S
         "devices": {"type": device.type, "name": device.name, "count": world_size},
         "dataset": dataset_of(corpus),
         "seed": config.run.seed,
+        **origin.to_manifest(),
     }
     name = config.run.name or loaded.name
     # A signal in here counts once the run is made: a run that exists has an end.

@@ -41,6 +41,7 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
     validation: Evaluation | None = None
     saved_at = progress.step if run.resumed else None
 
+    run.probe_leak()
     with _collect_garbage_at_chosen_steps(), run.train_batches() as batches, ProfileWindow(run) as window:
         while progress.step < last_step:
             run.logbook.heartbeat(progress.step, "train")
@@ -49,7 +50,12 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
             # In the middle of the step's tokens: neither the first step nor the last is spent at a rate of 0.
             seen = progress.tokens + run.tokens_per_step // 2
             rate = learning_rate(seen, config.optimizer, config.lr_schedule, run.total_tokens)
-            figures = run.stepper.step(batches, rate, stop_requested=stop.requested)
+            figures = run.stepper.step(
+                batches,
+                rate,
+                stop_requested=stop.requested,
+                on_gradients=run.take_gradients(progress.step + 1),
+            )
 
             progress.step += 1
             progress.samples += config.training.global_batch_size

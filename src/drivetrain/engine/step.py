@@ -4,7 +4,7 @@ Nothing here reads a device value on the host; losses and norms stay tensors unt
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +60,21 @@ class Stepper:
     num_microbatches: int
     max_norm: float
 
-    def step(self, batches: Iterator[Batch], learning_rate: float, *, stop_requested: bool) -> StepFigures:
+    def step(
+        self,
+        batches: Iterator[Batch],
+        learning_rate: float,
+        *,
+        stop_requested: bool,
+        on_gradients: Callable[[], None] | None = None,
+    ) -> StepFigures:
         """Fetch, forward, backward, clip, update.
 
         The loss of each micro-batch is divided by the number of valid tokens of the *whole* global batch,
         so that neither the number of ranks nor the micro-batch split changes the gradient.
+
+        Args:
+            on_gradients: called when the parameters hold the gradient of the whole global batch, not clipped yet.
         """
         started = mark(self.device)
         with record_function("drivetrain/fetch"):
@@ -96,6 +106,8 @@ class Stepper:
                     self.data_parallel.backward(loss, counts[0])
             loss_sum += loss.detach()
 
+        if on_gradients is not None:
+            on_gradients()
         with record_function("drivetrain/optimizer"):
             grad_norm, clip_coefficient = clip_gradients(self.decoder.parameters(), self.max_norm)
             self.optimizer.step()

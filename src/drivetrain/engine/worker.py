@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from drivetrain.archive.heartbeat import Heartbeat
+from drivetrain.archive.origin import RunOrigin
 from drivetrain.archive.reader import open_run
 from drivetrain.archive.writer import RankLog, RunWriter
 from drivetrain.config import RunConfig
@@ -66,8 +67,9 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
         with _failure_recorded(logbook), translate_out_of_memory(limit_bytes, device.torch_device):
             peak = peak_for(device, config.precision.params_dtype, threads.compute)
             fingerprint = str(opened.manifest["dataset"]["fingerprint"])
-            run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint)
-            with _begin(run, run_path, threads.compute, peak.reason):
+            origin = RunOrigin.from_manifest(opened.manifest)
+            run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint, origin)
+            with _begin(run, run_path, threads.compute, peak.reason, origin.perturb_ulp):
                 before = run.progress.step
                 outcome = train(run, stopping)
                 if run.progress.step > before:
@@ -110,7 +112,9 @@ def _failure_recorded(logbook: Logbook) -> Iterator[None]:
 
 
 @contextmanager
-def _begin(run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | None) -> Iterator[None]:
+def _begin(
+    run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | None, perturb_ulp: int | None
+) -> Iterator[None]:
     """Open the segment, on every rank that writes, for the time of training; say where the run starts from."""
     first = run.progress.step + 1
     logbook, group = run.logbook, run.group
@@ -122,6 +126,7 @@ def _begin(run: TrainingRun, run_path: Path, num_threads: int, no_peak: str | No
             step=run.progress.step,
             threads=num_threads,
             device=run.device.name,
+            perturb_ulp=perturb_ulp,
             attention=attention_in_words(
                 run.decoder.compute_dtype, run.device.torch_device, run.config.model.attention_dropout
             ),

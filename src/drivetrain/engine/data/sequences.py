@@ -124,14 +124,28 @@ class Sequences:
 
         Held-out samples beyond one pass are there to fill a batch: they carry no loss.
         """
-        window_tokens, starts = self.read(self.windows(samples))
+        beyond = samples >= self.num_samples if self.split == "validation" else None
+        return self.pack(*self.read(self.windows(samples)), without_loss=beyond)
+
+    def pack(
+        self,
+        window_tokens: NDArray[np.int64],
+        starts: NDArray[np.bool_],
+        *,
+        without_loss: NDArray[np.bool_] | None = None,
+    ) -> Batch:
+        """The batch of windows (B, seq_length + 1), as :meth:`read` gives them.
+
+        Args:
+            without_loss: (B,) bool, rows that carry no loss; None: each does.
+        """
         token_ids, labels = window_tokens[:, :-1], window_tokens[:, 1:]
         loss_mask = np.ones(token_ids.shape, dtype=np.bool_)
         if self._eod_mask_loss:
             # The token after an end of document is the first of the next.
             loss_mask &= ~starts[:, 1:]
-        if self.split == "validation":
-            loss_mask[samples >= self.num_samples] = False
+        if without_loss is not None:
+            loss_mask[without_loss] = False
         first = starts[:, :-1].copy()
         first[:, 0] = True
         rows, columns = token_ids.shape

@@ -136,3 +136,14 @@ def test_an_option_that_would_have_no_effect_is_refused(
 ) -> None:
     with pytest.raises(DrivetrainError, match=words):
         CliRunner().invoke(application(), ["account", str(one_trace), *options], catch_exceptions=False)
+
+
+def test_what_does_not_show_although_expected_is_in_health(one_trace: Path) -> None:
+    document = json.loads(invoke(str(one_trace), "--json", "--expect", "fp8", "--expect", "bf16"))
+    found = [finding["id"] for finding in document["health"] if finding["id"].startswith("expected_")]
+    assert found == ["expected_fp8_absent"]
+
+
+def test_an_unknown_expectation_names_the_legal_ones(one_trace: Path) -> None:
+    with pytest.raises(DrivetrainError, match="Legal: flash, bf16, fp16, fp8, tf32, fused-optimizer, compile"):
+        invoke(str(one_trace), "--expect", "flsh")

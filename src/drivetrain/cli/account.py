@@ -58,6 +58,14 @@ def account(
             help="Also list the N top kernels, matrix products and waits of the first trace.",
         ),
     ] = 0,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--expect",
+            help="flash, bf16, fp16, fp8, tf32, fused-optimizer or compile: say so if the records show otherwise "
+            "(repeatable; a run expects what its configuration asks for).",
+        ),
+    ] = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page to this file.")] = None,
     svg: Annotated[str | None, typer.Option("--svg", help="Write the waterfall to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -78,7 +86,9 @@ def account(
             "--kernels is text only, and --json one document of the account; drop one of them"
         )
     figures = Figures(model, tokens_per_step, device, dtype, peak_flops, achievable_flops)
-    made, title = make_account(sources, step_window=step_window, figures=figures, rules=rules)
+    made, title = make_account(
+        sources, step_window=step_window, figures=figures, rules=rules, expected=expect or ()
+    )
     if html is not None:
         from drivetrain.report.account_page import account_page
 

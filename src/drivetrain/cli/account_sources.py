@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,9 @@ from drivetrain.measure.account import Account
 from drivetrain.measure.flops import FlopCount, forward_flops
 from drivetrain.measure.peaks import Peak, find_by_torch_name, find_device, peak_flops, supplied_peak
 from drivetrain.trace.account import account_of
+from drivetrain.trace.classify import classify
+from drivetrain.trace.expectations import checked_words, expected_findings, expected_of, merged_findings
+from drivetrain.trace.health import Finding
 from drivetrain.trace.name_table import NameTable
 from drivetrain.trace.read import read_trace
 from drivetrain.trace.table import Trace
@@ -50,21 +53,34 @@ class _Facts:
 
 
 def make_account(
-    sources: Sequence[str], *, step_window: str, figures: Figures, rules: str | None
+    sources: Sequence[str],
+    *,
+    step_window: str,
+    figures: Figures,
+    rules: str | None,
+    expected: Sequence[str] = (),
 ) -> tuple[Account, str]:
     """The account of ``sources`` and a title for it.
+
+    Args:
+        expected: words of ``trace.expectations``: what does not show in the records becomes a finding in ``health``.
+            What the configuration of a run asks for is expected in any case.
 
     Raises:
         DrivetrainError: nothing to read, ranks of different jobs, options that do not fit.
     """
+    words = checked_words(expected)
     if step_window not in ("device", "cpu"):
         raise DrivetrainError(f"--step-window {step_window!r} is neither `device` nor `cpu`")
     run = _run_of(sources)
     paths = _window_of(run) if run is not None else _files_of(sources)
     table = NameTable.load(user_file=rules) if rules is not None else None
     facts = _facts_of(run, figures)
+    if run is not None:
+        words = checked_words([*words, *expected_of(run.config())])
+    fallbacks: list[tuple[int | None, Sequence[Finding]]] = []
     account = account_of(
-        _read(paths, frozenset(map(Path, sources))),
+        _watched(_read(paths, frozenset(map(Path, sources))), words, table, fallbacks),
         step_window="cpu" if step_window == "cpu" else "device",
         model=facts.model,
         tokens_per_step=facts.tokens_per_step,
@@ -74,15 +90,28 @@ def make_account(
         effective_share=facts.effective_share,
         rules=table,
     )
+    account = replace(account, health=(*account.health, *merged_findings(fallbacks)))
     subject = run.path.name if run is not None else ", ".join(path.name for path in paths[:3])
     more = f" and {len(paths) - 3} more" if run is None and len(paths) > 3 else ""
     return account, f"Account of {subject}{more}"
 
 
+def _watched(
+    traces: Iterator[Trace],
+    words: Sequence[str],
+    table: NameTable | None,
+    found: list[tuple[int | None, Sequence[Finding]]],
+) -> Iterator[Trace]:
+    """The traces as they are; what of the expected does not show in each is added to ``found`` on the way."""
+    for trace in traces:
+        if words and len(trace.events):
+            found.append((trace.rank, expected_findings(trace, classify(trace, table), words)))
+        yield trace
+
+
 def kernels_of(sources: Sequence[str], *, count: int, figures: Figures, rules: str | None) -> str:
     """Top kernels, matrix products, small operators and launch-bound stretches of the first trace, as text."""
     from drivetrain.report.kernel_text import kernel_text
-    from drivetrain.trace.classify import classify
     from drivetrain.trace.kernels import matrix_products, small_operators, top_kernels
     from drivetrain.trace.launch_bound import launch_bound_stretches
 

@@ -25,6 +25,7 @@ VERBS = (
     "generate",
     "runs",
     "compare",
+    "report",
     "mfu",
     "bench",
 )

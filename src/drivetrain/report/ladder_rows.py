@@ -68,6 +68,8 @@ class LadderRow:
     verdict: str
     why: str
     """Why it was kept or not; empty where the document does not say."""
+    gate_why: str
+    """Why the gate said so; empty where no gate was held, or the step's own ``why`` says the same."""
     cost: str
     """Device time that the step took."""
     kept: bool
@@ -97,6 +99,8 @@ def _row(position: int, step: Mapping[str, Any]) -> LadderRow:
     index = step.get("index")
     verdict, tone = verdict_word(step)
     seconds = step.get("device_seconds")
+    why = str(step.get("why") or "")
+    gate_why = str((step.get("gate") or {}).get("why") or "")
     return LadderRow(
         index=str(position if index is None else index),
         change=change_in_words(step.get("change") or {}),
@@ -107,7 +111,8 @@ def _row(position: int, step: Mapping[str, Any]) -> LadderRow:
         memory=format_value(step.get("memory_bytes"), "byte"),
         gate=gate_in_words(step.get("gate")),
         verdict=verdict,
-        why=str(step.get("why") or ""),
+        why=why,
+        gate_why="" if gate_why in why else gate_why,
         cost=NOTHING if seconds is None else duration_in_words(float(seconds)),
         kept=bool(step.get("kept")),
         tone=tone,

@@ -1,0 +1,154 @@
+"""Pictures of a ladder: the step time rung by rung, and which classes of the account it was taken from."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from drivetrain.measure.account import CLASSES
+from drivetrain.report.ladder_rows import change_in_words
+from drivetrain.report.palette import colour_of, group_of
+from drivetrain.report.svg import GRID, MUTED, document, line, rectangle, text
+
+__all__ = ["Rung", "class_rungs", "classes_svg", "classes_text", "rungs_svg", "rungs_text", "step_time_rungs"]
+
+_LABEL, _PLOT, _VALUE, _ROW, _TOP = 330, 480, 150, 30, 48
+_LONGEST = 46
+_BASELINE, _KEPT, _FINAL = "#8c96a0", "#56b4e9", "#0072b2"
+
+
+Rung = tuple[str, float]
+"""A configuration's label and its step time in s."""
+
+
+def step_time_rungs(tune: Mapping[str, Any]) -> list[Rung]:
+    """Baseline, each kept change, final configuration, as far as their step times are in the document.
+
+    A kept change's time is the median of the medians of its own blocks (side B) of its trial.
+    """
+    rungs: list[Rung] = []
+    baseline, final = tune.get("baseline") or {}, tune.get("final") or {}
+    if _is_number(baseline.get("step_s")):
+        rungs.append(("baseline", float(baseline["step_s"])))
+    for step in tune.get("steps") or ():
+        if step.get("kept"):
+            times = [
+                float(block["step_s"])
+                for block in step.get("blocks") or ()
+                if block.get("side") == "B" and _is_number(block.get("step_s"))
+            ]
+            if times:
+                label = f"+ {change_in_words(step.get('change') or {})}"
+                rungs.append((label, statistics.median(times)))
+    if _is_number(final.get("step_s")):
+        rungs.append(("final configuration", float(final["step_s"])))
+    return rungs
+
+
+def rungs_svg(rungs: Sequence[Rung]) -> str:
+    """A bar each, from zero, with its time and its ratio to the first."""
+    first = rungs[0][1]
+    longest = max(seconds for _, seconds in rungs)
+    elements = [text(16, 24, "Step time, rung by rung", size=16)]
+    for index, (label, seconds) in enumerate(rungs):
+        y = _TOP + index * _ROW
+        is_final = index == len(rungs) - 1 and label == "final configuration"
+        colour = _BASELINE if index == 0 else _FINAL if is_final else _KEPT
+        elements.append(text(_LABEL - 10, y + 19, _short(label), anchor="end"))
+        width = _PLOT * seconds / longest if longest else 0
+        elements.append(
+            rectangle(_LABEL, y + 5, width, _ROW - 10, colour, f"{label}: {seconds * 1e3:.2f} ms")
+        )
+        elements.append(text(_LABEL + width + 8, y + 19, _time_words(seconds, first), size=12))
+    words = "Step time: " + "; ".join(f"{label} {seconds * 1e3:.1f} ms" for label, seconds in rungs)
+    return document(_LABEL + _PLOT + _VALUE, _TOP + _ROW * len(rungs) + 14, words, elements)
+
+
+def rungs_text(rungs: Sequence[Rung]) -> str:
+    """The same in words, a line each."""
+    first = rungs[0][1]
+    width = max(len(label) for label, _ in rungs)
+    return "\n".join(f"{label:<{width}}  {_time_words(seconds, first)}" for label, seconds in rungs)
+
+
+def _time_words(seconds: float, first: float) -> str:
+    faster = f", {first / seconds:.2f}x" if seconds and seconds != first else ""
+    return f"{seconds * 1e3:,.1f} ms{faster}"
+
+
+def class_rungs(tune: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
+    """Configuration and its classes (ns of a profiled step), of the rungs that were profiled."""
+    rungs: list[tuple[str, Mapping[str, float]]] = []
+    named: list[tuple[str, Any]] = [("baseline", (tune.get("baseline") or {}).get("classes"))]
+    for step in tune.get("steps") or ():
+        if step.get("kept"):
+            named.append((f"+ {change_in_words(step.get('change') or {})}", step.get("classes_after")))
+    named.append(("final configuration", (tune.get("final") or {}).get("classes")))
+    for label, classes in named:
+        if isinstance(classes, dict):
+            numbers = {
+                name: float(value) for name, value in classes.items() if _is_number(value) and value > 0
+            }
+            if numbers:
+                rungs.append((label, numbers))
+    return rungs
+
+
+def classes_svg(rungs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """A stacked bar each, all on one scale; the classes in their order."""
+    longest = max(sum(classes.values()) for _, classes in rungs)
+    groups = list(dict.fromkeys(group_of(name) for _, classes in rungs for name in _ordered(classes)))
+    elements = [text(16, 24, "Where a profiled step went, rung by rung", size=16), *_legend(groups)]
+    top = _TOP + 18
+    for index, (label, classes) in enumerate(rungs):
+        y = top + index * _ROW
+        elements.append(text(_LABEL - 10, y + 19, _short(label), anchor="end"))
+        x = float(_LABEL)
+        for name in _ordered(classes):
+            width = _PLOT * classes[name] / longest
+            tip = f"{label}, {name}: {classes[name] / 1e6:.3f} ms"
+            elements.append(rectangle(x, y + 5, width, _ROW - 10, colour_of("class", name), tip))
+            x += width
+        elements.append(text(x + 8, y + 19, f"{sum(classes.values()) / 1e6:,.1f} ms", size=12))
+    bottom = top + _ROW * len(rungs)
+    elements.append(line(_LABEL, top, _LABEL, bottom, GRID))
+    words = "Classes of a profiled step: " + "; ".join(
+        f"{label} {sum(classes.values()) / 1e6:.1f} ms" for label, classes in rungs
+    )
+    return document(_LABEL + _PLOT + _VALUE, bottom + 14, words, elements)
+
+
+def classes_text(rungs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """The same in words, a line each: milliseconds of each group of classes."""
+    lines = []
+    for label, classes in rungs:
+        groups: dict[str, float] = {}
+        for name in _ordered(classes):
+            groups[group_of(name)] = groups.get(group_of(name), 0.0) + classes[name]
+        parts = ", ".join(f"{group} {ns / 1e6:,.1f} ms" for group, ns in groups.items())
+        lines.append(f"{label}: {sum(classes.values()) / 1e6:,.1f} ms ({parts})")
+    return "\n".join(lines)
+
+
+def _ordered(classes: Mapping[str, float]) -> list[str]:
+    return [name for name in CLASSES if name in classes] + [name for name in classes if name not in CLASSES]
+
+
+def _legend(groups: Sequence[str]) -> Iterator[str]:
+    x = 16.0
+    for group in groups:
+        yield rectangle(x, 40, 12, 12, colour_of("class", group))
+        yield text(x + 17, 51, group, size=12, fill=MUTED)
+        x += 36 + 7 * len(group)
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value == value
+        and abs(value) < 1e300
+    )

@@ -1,0 +1,220 @@
+"""A ladder, whole: every step that was tried, kept or not, what it cost and what it brought."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.tunes import Tune
+from drivetrain.report.blocks import (
+    Block,
+    Bullets,
+    Cell,
+    Facts,
+    Figure,
+    Paragraph,
+    Preformatted,
+    Report,
+    Section,
+    Table,
+    Tile,
+    Tiles,
+    Tone,
+)
+from drivetrain.report.ladder_figure import (
+    class_rungs,
+    classes_svg,
+    classes_text,
+    rungs_svg,
+    rungs_text,
+    step_time_rungs,
+)
+from drivetrain.report.ladder_rows import (
+    LADDER_HEADINGS,
+    LadderRow,
+    duration_in_words,
+    gate_in_words,
+    ladder_rows,
+    ratio_in_words,
+    totals,
+    value_in_words,
+)
+from drivetrain.report.section_provenance import moment_words
+
+__all__ = ["STATUS_TONES", "ladder_blocks", "tune_report"]
+
+STATUS_TONES: Mapping[str, Tone] = {
+    "finished": "good",
+    "running": "plain",
+    "interrupted": "doubtful",
+    "failed": "bad",
+    "killed": "bad",
+    "lost": "bad",
+    "diverged": "bad",
+    "unknown": "doubtful",
+}
+
+
+def tune_report(tune: Tune) -> Report:
+    """The report of a whole tune."""
+    document = tune.document
+    status = tune.status()
+    subtitle = [f"of {document['source']}"] if document.get("source") else []
+    if isinstance(document.get("created"), str):
+        subtitle.append(moment_words(document["created"]))
+    lead: list[Block] = []
+    if status != "finished":
+        lead.append(Paragraph(_unfinished(status, document), STATUS_TONES.get(status, "doubtful")))
+    lead += _tiles(document)
+    sections = [
+        Section("The ladder", ladder_blocks(document)),
+        Section("Each change removed once", _leave_one_out(document)),
+        Section("Final configuration", _final(tune)),
+        Section("How it was tuned", _settings(tune)),
+    ]
+    return Report("tune", tune.id, status, STATUS_TONES.get(status, "doubtful"), subtitle, sections, lead)
+
+
+def _unfinished(status: str, document: Mapping[str, Any]) -> str:
+    reason = f": {document['reason']}" if document.get("reason") else ""
+    return f"This ladder is {status}{reason}. What follows is what it had found by then."
+
+
+def _tiles(document: Mapping[str, Any]) -> list[Block]:
+    baseline, final = document.get("baseline") or {}, document.get("final") or {}
+    steps = document.get("steps") or ()
+    kept = sum(1 for step in steps if step.get("kept"))
+    tiles = []
+    speed_up = document.get("speed_up") or {}
+    if speed_up.get("ratio") is not None:
+        interval = ratio_in_words(speed_up).partition(" ")[2]
+        tiles.append(
+            Tile(
+                "Final against baseline",
+                f"{float(speed_up['ratio']):.3f}x",
+                f"95% {interval}" if interval else "",
+            )
+        )
+    for label, side in (("Step, baseline", baseline), ("Step, final", final)):
+        if side.get("step_s") is not None:
+            rate = side.get("tokens_per_second")
+            note = "" if rate is None else f"{rate:,.0f} tokens/s"
+            tiles.append(Tile(label, f"{1000 * float(side['step_s']):,.1f} ms", note))
+    tiles.append(Tile("Changes kept", f"{kept} of {len(steps)}", "tried, negative results included"))
+    gate = document.get("final_gate") or {}
+    if gate.get("verdict") is not None:
+        tone: Tone = "good" if gate["verdict"] == "pass" else "bad"
+        tiles.append(
+            Tile("Gate against baseline", str(gate["verdict"]), f"{gate.get('tier') or ''} tier", tone)
+        )
+    if document.get("device_seconds") is not None:
+        seconds = float(document["device_seconds"])
+        tiles.append(Tile("Device-hours spent", f"{seconds / 3600:.3g}", duration_in_words(seconds)))
+    return [Tiles(tiles)]
+
+
+def ladder_blocks(document: Mapping[str, Any]) -> list[Block]:
+    """Figure, table, totals and findings; the same in a tune's report and in those of its runs."""
+    blocks: list[Block] = []
+    rungs = step_time_rungs(document)
+    if len(rungs) > 1:
+        caption = (
+            "A kept change's bar: median of its own blocks in its own trial, against the baseline's first."
+        )
+        blocks.append(Figure(rungs_svg(rungs), rungs_text(rungs), caption))
+    classes = class_rungs(document)
+    if len(classes) > 1:
+        caption = "Of profiled steps, which take longer than others: the profiler's own time is in them."
+        blocks.append(Figure(classes_svg(classes), classes_text(classes), caption))
+    rows = ladder_rows(document.get("steps") or ())
+    if rows:
+        blocks.append(_table(rows))
+    else:
+        blocks.append(Paragraph("No change has been tried.", "muted"))
+    found = totals(document)
+    if found:
+        blocks.append(Facts([(label, Cell(words)) for label, words in found]))
+    findings = document.get("findings") or ()
+    if findings:
+        blocks.append(Bullets([Cell(str(finding), "doubtful") for finding in findings]))
+    return blocks
+
+
+def _table(rows: tuple[LadderRow, ...]) -> Table:
+    def cells(row: LadderRow) -> list[Cell]:
+        index, change, treats, predicted, measured, memory, gate, verdict = row.cells
+        entry = f"{row.entry}, {row.cost}" if row.cost != "-" else row.entry
+        return [
+            Cell(index, "muted"),
+            Cell(change, code=True, note=entry.removeprefix("-, ")),
+            Cell(treats),
+            Cell(predicted),
+            Cell(measured),
+            Cell(memory),
+            Cell(gate, note=row.gate_why),
+            Cell(verdict, row.tone, row.why),
+        ]
+
+    return Table(LADDER_HEADINGS, [cells(row) for row in rows], frozenset({3, 4, 5}))
+
+
+def _leave_one_out(document: Mapping[str, Any]) -> list[Block]:
+    rows = ladder_rows(document.get("leave_one_out") or ())
+    if not rows:
+        return []
+    words = "The final configuration without one kept change; a ratio below 1 says that the change is still worth it."
+    return [Paragraph(words, "muted"), _table(rows)]
+
+
+def _final(tune: Tune) -> list[Block]:
+    document = tune.document
+    final = document.get("final")
+    if not isinstance(final, dict):
+        return [Paragraph("There is no final configuration yet.", "muted")]
+    blocks: list[Block] = []
+    gate = document.get("final_gate") or {}
+    facts = [("file", Cell(str(final.get("config") or "-"), code=True)), ("gate", _gate(gate))]
+    if gate.get("why"):
+        facts.append(("why", Cell(str(gate["why"]))))
+    blocks.append(Facts(facts))
+    text = _config_text(tune.path, final.get("config"))
+    if text is not None:
+        blocks.append(Preformatted(text, "The whole configuration, with a comment for each change"))
+    return blocks
+
+
+def _gate(gate: Mapping[str, Any]) -> Cell:
+    words = gate_in_words(gate)
+    if words == "-":
+        return Cell("not held", "doubtful")
+    return Cell(words, "good" if gate.get("verdict") == "pass" else "bad")
+
+
+def _config_text(folder: Path, name: Any) -> str | None:
+    """Content of a configuration inside the tune's folder; a document must not point anywhere else."""
+    if not isinstance(name, str):
+        return None
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        return None
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _settings(tune: Tune) -> list[Block]:
+    document = tune.document
+    overrides = document.get("overrides") or ()
+    facts = [
+        ("source", Cell(str(document.get("source") or "-"), code=True)),
+        ("overrides", Cell(" ".join(map(str, overrides)) or "-", code=True)),
+        ("baseline run", Cell(str((document.get("baseline") or {}).get("run") or "-"), code=True)),
+        ("final run", Cell(str((document.get("final") or {}).get("run") or "-"), code=True)),
+        ("folder", Cell(str(tune.path.resolve()), code=True)),
+    ]
+    facts += [
+        (str(key).replace("_", " "), Cell(value_in_words(value)))
+        for key, value in document["settings"].items()
+        if not isinstance(value, dict)
+    ]
+    return [Facts(facts)]

@@ -37,7 +37,14 @@ def test_the_document_has_exactly_the_keys_of_the_contract() -> None:
     collective = Collective(0, "dp", "all_reduce", 8, 1, 5, 1, 9, {0: 5, 1: 0})
     account = Account((), (RankAccount(0, "device", window(), (step,)),), (collective,), 3)
     document = account.to_document()
-    assert list(document) == ["health", "ranks", "collectives", "clock_residual_ns", "waterfall"]
+    assert list(document) == [
+        "health",
+        "ranks",
+        "collectives",
+        "clock_residual_ns",
+        "waterfall",
+        "verdicts",
+    ]
     rank = document["ranks"][0]
     assert list(rank) == ["rank", "whole", "steps"]
     keys = ["window_ns", "busy_ns", "idle_ns", "compute_ns", "communication_ns"]

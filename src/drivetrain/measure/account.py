@@ -6,7 +6,7 @@ trusted is None, and a finding in `Account.health` says why. `Account.to_documen
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 from drivetrain.measure.waterfall import Waterfall
@@ -23,7 +23,9 @@ __all__ = [
     "UNCLASSIFIED",
     "Account",
     "Collective",
+    "CommunicationVerdict",
     "HealthFinding",
+    "Loss",
     "RankAccount",
     "StepAccount",
     "Straggler",
@@ -274,6 +276,48 @@ class Straggler:
     """Exposed waiting for it, in ns a step: mean over the other ranks, no instant counted twice."""
 
 
+Loss = Literal["slow_rank", "late_rank", "slow_link"]
+"""Why time is lost in a group's communication: one rank computes longer than its peers, one rank arrives late without
+computing longer, or bytes move slower than they do elsewhere or at other times."""
+
+
+@dataclass(frozen=True)
+class CommunicationVerdict:
+    """Whether one group loses time to a late rank or to a slow link, in collectives of one kind.
+
+    Times are ns a step that nothing covered, mean over the ranks concerned. ``docs/account.md`` has the thresholds.
+    """
+
+    group: str
+    kind: str
+    """Of a collective; ``send``: messages from the first of `ranks` to the second."""
+    ranks: tuple[int, ...]
+    """Those of the group that were recorded."""
+    occurrences: int
+    losses: tuple[Loss, ...]
+    """Empty: no rank and no link stands out."""
+    late_rank: int | None
+    """The rank that the others waited longest for; None: nobody waited, or waiting is not a rank's lateness."""
+    late_ns_per_step: float
+    """Waiting for it."""
+    compute_excess_ns_per_step: float | None
+    """How much longer it computed than the median of the others before it arrived last; None: unknown."""
+    transfer_ns_per_step: float
+    excess_transfer_ns_per_step: float | None
+    """Transfer above what the reference takes; None: no reference."""
+    bus_bandwidth: float | None
+    """Bytes/s, median over the transfers that were compared, else over all; None: bytes unknown."""
+    reference_bandwidth: float | None
+    """Bytes/s of the same payload elsewhere, or at its best."""
+    reference: Literal["other_groups", "own_best"] | None
+    reason: str | None = None
+    """Why a question is left open; None: both are answered."""
+
+    def to_document(self) -> dict[str, Any]:
+        """The verdict as the JSON of an account holds it."""
+        return {**asdict(self), "ranks": list(self.ranks), "losses": list(self.losses)}
+
+
 @dataclass(frozen=True)
 class Account:
     """The account of the traces of one job."""
@@ -287,6 +331,8 @@ class Account:
     waterfall: Waterfall | None = None
     stragglers: tuple[Straggler, ...] = ()
     """Ranks that were last at least once, the costliest first."""
+    verdicts: tuple[CommunicationVerdict, ...] = ()
+    """Late ranks and slow links, by group and kind; those that lose time first."""
     clock_offsets_ns: Mapping[int, int] = field(default_factory=dict)
     """Rank → what was added to its times to bring them onto the clock of the first rank."""
     absent_ranks: tuple[int, ...] = ()
@@ -315,4 +361,5 @@ class Account:
             "collectives": [collective.to_document() for collective in self.collectives],
             "clock_residual_ns": self.clock_residual_ns,
             "waterfall": None if self.waterfall is None else self.waterfall.to_document(),
+            "verdicts": [verdict.to_document() for verdict in self.verdicts],
         }

@@ -38,12 +38,14 @@ from drivetrain.measure.intervals import (
 )
 from drivetrain.measure.peaks import Peak
 from drivetrain.measure.waterfall import RankTime, Waterfall, WaterfallFlops, waterfall
-from drivetrain.trace.classify import COLLECTIVE_KINDS, GROUP_LABELS, Classification, classify
-from drivetrain.trace.collectives import CommunicationRecords
+from drivetrain.trace.classify import Classification, classify
+from drivetrain.trace.communication import communication_records
 from drivetrain.trace.groups import process_groups
 from drivetrain.trace.health import Finding, withheld
+from drivetrain.trace.links import compute_before
 from drivetrain.trace.lookup import distinct
 from drivetrain.trace.name_table import NameTable
+from drivetrain.trace.pipeline import WAITING, bubble_parts, pipeline_of
 from drivetrain.trace.ranks import (
     Comparison,
     RankFacts,
@@ -52,7 +54,7 @@ from drivetrain.trace.ranks import (
     compare_ranks,
     distinct_ranks,
 )
-from drivetrain.trace.steps import UNKNOWN_TIME, Steps, cpu_windows, device_windows, launch_times, step_of
+from drivetrain.trace.steps import UNKNOWN_TIME, cpu_windows, device_windows
 from drivetrain.trace.table import Category, Trace
 from drivetrain.trace.timeline import RankTimeline, StepWindow, timeline_of
 
@@ -68,8 +70,8 @@ _WITHHOLDS: Mapping[str, tuple[str, ...]] = {
     "busy_ns": _NOT_BUSY,
     "idle_ns": _NOT_BUSY,
     "compute_ns": ("compute", "recompute"),
-    "communication_ns": ("communication",),
-    "exposed_communication_ns": ("communication",),
+    "communication_ns": ("communication", "bubble"),
+    "exposed_communication_ns": ("communication", "bubble"),
     "overlapped_communication_ns": (),
     "copy_ns": ("copy",),
     "exposed_copy_ns": ("copy",),
@@ -159,6 +161,7 @@ def account_of(
         clock_residual_ns=comparison.residual_ns if comparison else None,
         waterfall=drawn,
         stragglers=comparison.stragglers if comparison else (),
+        verdicts=comparison.verdicts if comparison else (),
         clock_offsets_ns=comparison.offsets_ns if comparison else {},
         absent_ranks=absent,
         world_size=world_size,
@@ -224,7 +227,7 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
         "copy": total_within(line.copies, cut),
     }
     return _Draft(
-        facts=_facts(trace, classes, line, exposed),
+        facts=_facts(trace, classes, line, exposed, table),
         view=line.view,
         windows=cut,
         numbers=numbers,
@@ -284,10 +287,14 @@ def _lost_to_the_break(trace: Trace) -> list[Finding]:
     return [Finding("kernels_lost", "warning", message, missing, ("idle_ns", "busy_ns"))]
 
 
-def _facts(trace: Trace, classes: Classification, line: RankTimeline, exposed: Intervals) -> RankFacts:
+def _facts(
+    trace: Trace, classes: Classification, line: RankTimeline, exposed: Intervals, table: NameTable
+) -> RankFacts:
     info = trace.metadata.get("distributedInfo")
     backend = info.get("backend") if isinstance(info, Mapping) else None
     is_profiled = line.steps.origin == "profiler_step"
+    records = communication_records(trace, classes, line.steps, table, _layout_of(trace))
+    records, pipeline = pipeline_of(trace, classes, line, records, table)
     return RankFacts(
         path=trace.path,
         rank=trace.rank,
@@ -297,48 +304,13 @@ def _facts(trace: Trace, classes: Classification, line: RankTimeline, exposed: I
         step_numbers=tuple(mark.number for mark in line.steps.marks) if is_profiled else (),
         start_ns=line.whole[0],
         end_ns=line.whole[1],
-        communication=_communication_records(trace, classes, line.steps),
+        communication=records,
         exposed=exposed,
         steps=len(line.steps.marks),
+        on_device=line.view == "device",
+        pipeline=pipeline,
+        compute_before_ns=compute_before(line.compute, records.start_ns),
     )
-
-
-def _communication_records(trace: Trace, classes: Classification, steps: Steps) -> CommunicationRecords:
-    events = trace.events
-    rows = np.flatnonzero(classes.is_communication())
-    numbers = np.full(len(rows), -1, np.int64)
-    if steps.origin == "profiler_step" and len(rows):
-        device = events.is_device_work()[rows]
-        launched = launch_times(events, rows)
-        times = np.where(device & (launched != UNKNOWN_TIME), launched, events.start_ns[rows])
-        marks = np.array([-1, *(mark.number for mark in steps.marks)], np.int64)
-        numbers = marks[step_of(steps.marks, times) + 1]
-    members = _members(trace)
-    return CommunicationRecords(
-        start_ns=events.start_ns[rows],
-        end_ns=events.end_ns[rows],
-        label=tuple(GROUP_LABELS[label] for label in classes.parallel_group[rows].tolist()),
-        members=tuple(members[group] for group in events.group[rows].tolist()),
-        kind=tuple(COLLECTIVE_KINDS[kind] for kind in classes.collective_kind[rows].tolist()),
-        bytes=events.bytes[rows],
-        step=numbers,
-    )
-
-
-def _members(trace: Trace) -> dict[int, frozenset[int] | None]:
-    """Index of a process group (-1: none named) → its ranks; empty: all there are; None: unknown."""
-    known = process_groups(trace.metadata)
-    by_name = {group.name: frozenset(group.ranks) for group in known if group.name}
-    distinct = {frozenset(group.ranks) for group in known}
-    nameless: frozenset[int] | None = frozenset() if not known else None
-    if len(distinct) == 1:
-        nameless = next(iter(distinct))
-    members: dict[int, frozenset[int] | None] = {-1: nameless}
-    for index, text in enumerate(trace.events.groups):
-        name, _, description = text.partition("|")
-        whole = description == "default_pg" or not known
-        members[index] = by_name.get(name) or (frozenset() if whole else None)
-    return members
 
 
 # ---- from sums to records ---------------------------------------------------------------------------------------
@@ -359,7 +331,8 @@ def _rank_account(rank: int, draft: _Draft, comparison: Comparison | None) -> Ra
 def _communication_classes(
     rank: int, draft: _Draft, comparison: Comparison | None
 ) -> dict[str, NDArray[np.int64]]:
-    """Split the exposed communication by group, and into wait and transfer where several ranks tell."""
+    """Split the exposed communication by group, and into wait, transfer and the pipeline's bubble where several ranks
+    tell."""
     records = draft.facts.communication
     split = np.full(len(records), UNKNOWN_TIME) if comparison is None else comparison.splits[rank]
     border = np.clip(split, records.start_ns, records.end_ns)
@@ -374,7 +347,10 @@ def _communication_classes(
         sets[f"communication.{group}.unsplit"] = union(records.start_ns[neither], records.end_ns[neither])
     names = [f"communication.{group}.{part}" for part in COMMUNICATION_PARTS for group in PARALLEL_GROUPS]
     exposed = [intersect(part, draft.facts.exposed) for part in partition([sets[name] for name in names])]
-    return {name: total_within(part, draft.windows) for name, part in zip(names, exposed, strict=True)}
+    parts = dict(zip(names, exposed, strict=True))
+    if draft.facts.pipeline is not None and known.any():
+        parts.update(bubble_parts(draft.facts.pipeline, records, split, parts[WAITING]))
+    return {name: total_within(part, draft.windows) for name, part in parts.items()}
 
 
 def _window(draft: _Draft, classes: Mapping[str, NDArray[np.int64]], index: int) -> Window:

@@ -1,8 +1,9 @@
 """Bring the clocks of ranks onto one: all ranks of a blocking collective end it together.
 
 The difference of two ranks' ends, in the median over their common collectives, is the offset of their clocks; what
-is left of the differences is the residual, which is published. Ranks whose ends agree with no offset, or that share
-no collective, are not aligned: nothing between them is compared.
+is left of the differences is the residual, which is published. Ranks that share messages only are aligned by cause and
+effect: nothing is received before it was sent, in either direction. Ranks whose ends agree with no offset, or that
+share nothing, are not aligned: nothing between them is compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.trace.collectives import BLOCKING_KINDS, CommunicationRecords, Match
+from drivetrain.trace.point_to_point import Exchange
 
 __all__ = ["Alignment", "align"]
 
@@ -34,23 +36,30 @@ class Alignment:
     offsets_ns: Mapping[int, int]
     """Rank → what to add to its times; ranks that could not be aligned are missing."""
     residual_ns: int | None
-    """Median over the collectives used of last end minus first end, offsets applied; None: none was used."""
+    """Median over the collectives used of last end minus first end, offsets applied. Where messages alone align:
+    half the widest span of offsets they leave open. None: nothing was used."""
     unaligned: Mapping[int, str]
     """Rank → why its clock could not be brought onto the others'."""
     contradicted: frozenset[int] = frozenset()
     """Those of `unaligned` whose collectives speak against being the others', rather than too few to tell."""
 
 
-def align(records: Mapping[int, CommunicationRecords], matches: Sequence[Match]) -> Alignment:
+def align(
+    records: Mapping[int, CommunicationRecords],
+    matches: Sequence[Match],
+    exchanges: Sequence[Exchange] = (),
+) -> Alignment:
     """Offsets of all ranks against the lowest one.
 
     Args:
         records: rank → its communication, on its own clock.
         matches: collectives found on several ranks.
+        exchanges: messages, for ranks that share no collective.
     """
     usable = [match for match in matches if match.blocking]
     ranks = sorted(records)
     offsets = {ranks[0]: 0}
+    spans: list[int] = []
     unaligned: dict[int, str] = {}
     contradicted: set[int] = set()
     waiting = ranks[1:]
@@ -59,11 +68,16 @@ def align(records: Mapping[int, CommunicationRecords], matches: Sequence[Match])
         progress = False
         for rank in list(waiting):
             shared = [match for match in usable if rank in match.rows and set(match.rows) & set(offsets)]
-            if not shared:
+            messages = [] if shared else _messages_with(rank, exchanges, offsets)
+            if not shared and not messages:
                 continue
             waiting.remove(rank)
             progress = True
-            found, problem = _offset(rank, shared, records, offsets)
+            if shared:
+                found, problem = _offset(rank, shared, records, offsets)
+            else:
+                found, span, problem = _offset_by_messages(rank, messages, records, offsets)
+                spans += [span] if problem is None else []
             if problem is None:
                 offsets[rank] = found
             else:
@@ -74,7 +88,10 @@ def align(records: Mapping[int, CommunicationRecords], matches: Sequence[Match])
         unaligned[rank] = "it shares no collective with an aligned rank"
         if any(_have_common_group(records[rank], rank, records[other], other) for other in offsets):
             contradicted.add(rank)
-    return Alignment(offsets, _residual(usable, records, offsets), unaligned, frozenset(contradicted))
+    residual = _residual(usable, records, offsets)
+    if residual is None and spans:
+        residual = max(spans) // 2
+    return Alignment(offsets, residual, unaligned, frozenset(contradicted))
 
 
 def _have_common_group(
@@ -127,6 +144,59 @@ def _offset(
             "same collectives, or its clock drifts"
         )
     return offset, None
+
+
+def _messages_with(rank: int, exchanges: Sequence[Exchange], offsets: Mapping[int, int]) -> list[Exchange]:
+    """Messages between a rank and those that are aligned, if enough of them go either way."""
+    sent = [one for one in exchanges if one.sender == rank and one.receiver in offsets]
+    received = [one for one in exchanges if one.receiver == rank and one.sender in offsets]
+    return sent + received if min(len(sent), len(received)) >= _LEAST_SHARED else []
+
+
+def _offset_by_messages(
+    rank: int,
+    messages: Sequence[Exchange],
+    records: Mapping[int, CommunicationRecords],
+    offsets: Mapping[int, int],
+) -> tuple[int, int, str | None]:
+    """Offset of one rank, the span of those that fit, or why there is none.
+
+    No receive ends before its send began: what the rank sends bounds its offset from above, what it receives from
+    below. A receive that waited ends right after its send, so the bounds are close.
+    """
+    above: list[int] = []
+    below: list[int] = []
+    lasts: list[int] = []
+    for one in messages:
+        sent = int(records[one.sender].posted_ns[one.sent])
+        ended = int(records[one.receiver].end_ns[one.received])
+        lasts.append(ended - int(records[one.receiver].start_ns[one.received]))
+        if one.sender == rank:
+            above.append(ended + offsets[one.receiver] - sent)
+        else:
+            below.append(sent + offsets[one.sender] - ended)
+    low, high = max(below), min(above)
+    if low > high:
+        problem = (
+            f"whatever its offset, some message is received {(low - high) / 1e6:.3f} ms before it is sent: its clock "
+            "drifts"
+        )
+        return 0, 0, problem
+    tolerance = max(_LEAST_TOLERANCE_NS, int(np.median(lasts)))
+    if high - low > 2 * tolerance:
+        problem = (
+            f"its messages leave an offset between {low / 1e6:+.3f} and {high / 1e6:+.3f} ms open, more than the "
+            f"{tolerance / 1e6:.3f} ms either way that they last"
+        )
+        return 0, 0, problem
+    offset = 0 if low <= 0 <= high else (low + high) // 2
+    if abs(offset) > max(_length(records[one]) for one in {rank, *offsets}):
+        problem = (
+            f"its messages fit an offset of {offset / 1e6:+.3f} ms, longer than the recordings: two runs would fit "
+            "as well"
+        )
+        return 0, 0, problem
+    return offset, high - low, None
 
 
 def _length(records: CommunicationRecords) -> int:

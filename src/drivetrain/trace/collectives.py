@@ -15,6 +15,7 @@ from drivetrain.trace.classes import COLLECTIVE_KINDS
 
 __all__ = [
     "BLOCKING_KINDS",
+    "POINT_TO_POINT_KINDS",
     "CommunicationRecords",
     "Match",
     "bus_bandwidth",
@@ -27,8 +28,9 @@ BLOCKING_KINDS = frozenset(
 )
 """Kinds in which no rank is done before every rank has come: their ends tell how clocks differ."""
 
-_UNMATCHED_KINDS = frozenset({"send", "recv"})
-"""One peer among several, which the record does not name: no telling whose record is the other end."""
+POINT_TO_POINT_KINDS = frozenset({"send", "recv", "send_recv"})
+"""Between two ranks of a group, whatever its size. Kernels that send and receive also run all-to-all: outside a
+pipeline, ``send_recv`` is taken for a collective of the whole group."""
 
 _UNEVEN_KINDS = frozenset({"all_to_all", "send_recv", "gather", "scatter", "unknown"})
 """Kinds whose payload may differ by rank: their bytes do not tell records apart."""
@@ -51,6 +53,10 @@ class CommunicationRecords:
     """Payload put in by this rank; -1: unknown."""
     step: NDArray[np.int64]
     """Number of the step it was launched in; -1: none known to be the same on every rank."""
+    peer: NDArray[np.int64]
+    """Rank that a send goes to or a receive comes from; -1: unknown, or a collective."""
+    posted_ns: NDArray[np.int64]
+    """When it was handed over; before `start_ns` where a range begins only once its message is on its way."""
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -90,7 +96,7 @@ def match_collectives(records: Mapping[int, CommunicationRecords]) -> tuple[list
     for rank, mine in records.items():
         for row in range(len(mine)):
             members = mine.members[row]
-            if members is None or mine.kind[row] in _UNMATCHED_KINDS:
+            if members is None or _is_point_to_point(mine.kind[row], mine.label[row]):
                 continue
             present = (members & ranks) if members else ranks
             size = -1 if mine.kind[row] in _UNEVEN_KINDS else int(mine.bytes[row])
@@ -111,6 +117,11 @@ def match_collectives(records: Mapping[int, CommunicationRecords]) -> tuple[list
     return matches, alone
 
 
+def _is_point_to_point(kind: str, label: str) -> bool:
+    """Whether :mod:`drivetrain.trace.point_to_point` looks for the counterpart, and not the whole group."""
+    return kind in ("send", "recv") or (kind == "send_recv" and label == "pp")
+
+
 def _match(
     records: Mapping[int, CommunicationRecords], chosen: Mapping[int, int], kind: str, step: int
 ) -> Match:
@@ -124,7 +135,7 @@ def bus_bandwidth(kind: str, payload: int | None, ranks: int, transfer_ns: int) 
     """Bytes per second over the busiest link, comparable between kinds and numbers of ranks (nccl-tests).
 
     With n ranks and b bytes put in by each: all-reduce ``2 b (n-1)/n``, reduce-scatter and all-to-all
-    ``b (n-1)/n``, all-gather ``b (n-1)`` (what each receives), broadcast and reduce ``b``.
+    ``b (n-1)/n``, all-gather ``b (n-1)`` (what each receives), broadcast, reduce and send ``b``.
     """
     if payload is None or payload <= 0 or transfer_ns <= 0 or ranks < 2:
         return None
@@ -132,7 +143,7 @@ def bus_bandwidth(kind: str, payload: int | None, ranks: int, transfer_ns: int) 
         wire = _WIRE_FACTOR[kind] * payload * (ranks - 1) / ranks
     elif kind == "all_gather":
         wire = float(payload * (ranks - 1))
-    elif kind in ("broadcast", "reduce"):
+    elif kind in ("broadcast", "reduce", "send"):
         wire = float(payload)
     else:
         return None
@@ -181,4 +192,4 @@ def in_order(
     return sorted(matches, key=lambda match: last_start(match, records, offsets))
 
 
-assert frozenset(COLLECTIVE_KINDS) >= BLOCKING_KINDS | _UNMATCHED_KINDS | _UNEVEN_KINDS
+assert frozenset(COLLECTIVE_KINDS) >= BLOCKING_KINDS | POINT_TO_POINT_KINDS | _UNEVEN_KINDS

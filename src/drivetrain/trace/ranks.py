@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.errors import DataError
-from drivetrain.measure.account import Collective, Straggler
+from drivetrain.measure.account import Collective, CommunicationVerdict, Straggler
 from drivetrain.measure.intervals import Intervals, intersect, total, union
 from drivetrain.trace.clocks import Alignment, align
 from drivetrain.trace.collectives import (
@@ -24,6 +24,9 @@ from drivetrain.trace.collectives import (
     match_collectives,
 )
 from drivetrain.trace.health import Finding
+from drivetrain.trace.links import RankWork, communication_verdicts
+from drivetrain.trace.pipeline import PipelineFacts
+from drivetrain.trace.point_to_point import Exchange, match_exchanges
 from drivetrain.trace.steps import UNKNOWN_TIME
 
 __all__ = ["Comparison", "RankFacts", "absent_ranks", "check_one_job", "compare_ranks", "distinct_ranks"]
@@ -50,6 +53,12 @@ class RankFacts:
     """Communication while nothing computed."""
     steps: int
     """Steps recorded, of any origin."""
+    compute_before_ns: NDArray[np.int64]
+    """Shape (k,), compute until each record of `communication` began."""
+    on_device: bool
+    """Whether the records are a device's, not those of threads on the host."""
+    pipeline: PipelineFacts | None = None
+    """Phases of a pipeline's stage."""
 
 
 def distinct_ranks(facts: Sequence[RankFacts]) -> tuple[list[int], tuple[Finding, ...]]:
@@ -132,6 +141,7 @@ class Comparison:
     """Rank → for each row of its communication the time at which waiting ended, on its own clock;
     `UNKNOWN_TIME` where that cannot be told."""
     stragglers: tuple[Straggler, ...]
+    verdicts: tuple[CommunicationVerdict, ...]
     health: tuple[Finding, ...]
 
 
@@ -147,11 +157,13 @@ def compare_ranks(facts: Mapping[int, RankFacts]) -> Comparison:
     records = {rank: fact.communication for rank, fact in facts.items()}
     splits = {rank: np.full(len(mine), UNKNOWN_TIME, np.int64) for rank, mine in records.items()}
     matches, alone = match_collectives(records)
-    alignment = align(records, matches)
+    exchanges, both, lonely = match_exchanges(records)
+    matches += both
+    alignment = align(records, matches, exchanges)
     _refuse_another_time(facts, alignment)
-    health = _findings(facts, matches, alone, alignment)
+    health = _findings(facts, len(matches) + len(exchanges), alone + lonely, alignment)
     if alignment.unaligned or alignment.residual_ns is None:
-        return Comparison((), None, {}, splits, (), health)
+        return Comparison((), None, {}, splits, (), (), health)
     offsets = alignment.offsets_ns
     ordered = in_order(matches, records, offsets)
     collectives = tuple(collective_of(match, records, offsets, i) for i, match in enumerate(ordered))
@@ -159,8 +171,39 @@ def compare_ranks(facts: Mapping[int, RankFacts]) -> Comparison:
         arrived = last_start(match, records, offsets)
         for rank, row in match.rows.items():
             splits[rank][row] = arrived - offsets[rank]
+    for exchange in exchanges:
+        _split_exchange(exchange, records, offsets, splits)
     stragglers = _stragglers(facts, ordered, collectives, splits)
-    return Comparison(collectives, alignment.residual_ns, offsets, splits, stragglers, health)
+    work = {
+        rank: RankWork(fact.communication, fact.exposed, splits[rank], fact.compute_before_ns, fact.on_device)
+        for rank, fact in facts.items()
+    }
+    span = _span_of_steps(facts)
+    verdicts = communication_verdicts(work, ordered, collectives, exchanges, offsets, *span)
+    return Comparison(collectives, alignment.residual_ns, offsets, splits, stragglers, verdicts, health)
+
+
+def _span_of_steps(facts: Mapping[int, RankFacts]) -> tuple[int, int]:
+    """How long was recorded, in ns, and in how many steps (1 where there are none), of the rank with the least."""
+    return (
+        min(fact.end_ns - fact.start_ns for fact in facts.values()),
+        max(1, min(fact.steps for fact in facts.values())),
+    )
+
+
+def _split_exchange(
+    exchange: Exchange,
+    records: Mapping[int, CommunicationRecords],
+    offsets: Mapping[int, int],
+    splits: Mapping[int, NDArray[np.int64]],
+) -> None:
+    """A receive waits until its send began, a send until its receive did, unless it was over by then (buffered)."""
+    sender, receiver = records[exchange.sender], records[exchange.receiver]
+    ahead = offsets[exchange.sender] - offsets[exchange.receiver]
+    sent, received = int(sender.posted_ns[exchange.sent]), int(receiver.posted_ns[exchange.received]) - ahead
+    splits[exchange.receiver][exchange.received] = sent + ahead
+    buffered = int(sender.end_ns[exchange.sent]) <= received
+    splits[exchange.sender][exchange.sent] = sent if buffered else received
 
 
 def _refuse_another_time(facts: Mapping[int, RankFacts], alignment: Alignment) -> None:
@@ -182,7 +225,7 @@ def _apart(first: RankFacts, other: RankFacts) -> int:
 
 
 def _findings(
-    facts: Mapping[int, RankFacts], matches: Sequence[Match], alone: int, alignment: Alignment
+    facts: Mapping[int, RankFacts], matched: int, alone: int, alignment: Alignment
 ) -> tuple[Finding, ...]:
     found: list[Finding] = []
     if not any(len(fact.communication) for fact in facts.values()):
@@ -193,8 +236,8 @@ def _findings(
             Finding(
                 "unmatched_collectives",
                 "warning",
-                f"{alone} records of collectives have no counterpart on every rank of their group: their time is not "
-                "split into wait and transfer",
+                f"{alone} records of communication have no counterpart on every rank that takes part: their time is "
+                "not split into wait and transfer",
                 alone,
             )
         )
@@ -217,8 +260,8 @@ def _findings(
             Finding(
                 "clocks_shifted",
                 "note",
-                f"clocks differ and were aligned by the ends of {len(matches)} collectives: {shown}; what is left is "
-                f"{residual:.3f} ms",
+                f"clocks differ and were aligned by {matched} shared collectives and messages: {shown}; what is left "
+                f"is {residual:.3f} ms",
                 len(moved),
             )
         )

@@ -30,8 +30,8 @@ BF16 = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn"
 FP32 = "ampere_sgemm_128x64_nn"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)"
 FUSED = (
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::"
-    "FusedOptimizerTensorListMetadata<3>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 3, at::native::ADAM_MODE::ADAMW, false>>()"
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata<3>,"
+    " at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 3, at::native::ADAM_MODE::ADAMW, false>>()"
 )
 
 

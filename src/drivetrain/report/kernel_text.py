@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from drivetrain.trace.kernels import KernelTotal, MatrixProducts, SmallOperator
 from drivetrain.trace.launch_bound import LaunchBoundStretch
+from drivetrain.trace.synchronisation import Synchronisations
 
-__all__ = ["kernel_text"]
+__all__ = ["kernel_text", "synchronisation_lines"]
 
 _NAME = 64
 
@@ -15,17 +16,20 @@ def kernel_text(
     products: MatrixProducts,
     small: Sequence[SmallOperator],
     stretches: Sequence[LaunchBoundStretch],
+    waits: Synchronisations | None = None,
     *,
     count: int,
     ceiling: float | None,
 ) -> str:
-    """Four lists, at most ``count`` rows each, with what a row's figures mean above it.
+    """Five lists, at most ``count`` rows each, with what a row's figures mean above it.
 
     Args:
         ceiling: sustained matrix product of the device in FLOP/s, where it is known.
     """
     lines = [*_top(kernels[:count]), *_products(products, count, ceiling)]
     lines += [*_small(small[:count]), *_stretches(stretches[:count])]
+    if waits is not None:
+        lines += synchronisation_lines(waits, count)
     return "\n".join(lines)
 
 
@@ -82,6 +86,34 @@ def _stretches(stretches: Sequence[LaunchBoundStretch]) -> Iterator[str]:
             f"  {stretch.waiting_ns / 1e6:10.3f} ms of {(stretch.end_ns - stretch.start_ns) / 1e6:.3f} ms, "
             f"{stretch.records} records: {named}"
         )
+
+
+def synchronisation_lines(waits: Synchronisations, count: int) -> Iterator[str]:
+    """The places where the host waited for the device, at most ``count``."""
+    if not waits.points:
+        return
+    per, unit = (waits.num_steps, " a step") if waits.num_steps else (1, "")
+    cost = (
+        f"device idle because of them, then host time in them{unit}"
+        if waits.has_device
+        else f"no device was recorded: host time in operators that would wait for one{unit}"
+    )
+    yield f"where the host waits for the device ({cost})"
+    for point in waits.points[:count]:
+        device = f"{point.device_ns / per / 1e6:10.3f} ms  " if waits.has_device else "  "
+        # Where Python frames were recorded and none is the training code's, there is no line to tell.
+        place = point.frame or ("" if waits.hint else "no frame of the training code around it")
+        called = " > ".join((*point.operators, point.call))
+        inside = f", in {_short(point.range)}" if point.range is not None else ""
+        whose = " (waits for the thread that called)" if point.frame_is_callers else ""
+        at = f"  at {place}{whose}" if place else ""
+        yield (
+            f"  {device}{point.waited_ns / per / 1e6:10.3f} ms {point.calls / per:8.1f}x  {called}{inside}{at}"
+        )
+    if waits.left_out:
+        yield f"  {waits.left_out:,} shorter waits are not in this list"
+    if waits.hint is not None:
+        yield f"  {waits.hint}"
 
 
 def _short(name: str) -> str:

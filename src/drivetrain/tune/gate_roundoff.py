@@ -95,6 +95,9 @@ def _unusable(
             return answer(
                 "not comparable", f"{baseline.name} and {run.name} have other initial weights or data order"
             )
+        different = _other_steps(baseline, run)
+        if different is not None and run.end == "finished":
+            return answer("not comparable", different)
     for run in perturbed:
         difference = other_environment(baseline, run)
         if difference is not None:
@@ -104,30 +107,31 @@ def _unusable(
                 "not comparable",
                 f"the perturbed baseline {run.name} {run.end}: {run.reason}; there is no envelope",
             )
+    steps = len(baseline.points)
+    if steps < least_steps:
+        return answer("inconclusive", f"{steps} steps, at least {least_steps} are needed")
+    for run in (baseline, candidate, *perturbed):
+        if run.gradients is None:
+            return answer("inconclusive", f"{run.name} has no gradients of step 1: train it with --probe")
     if len(perturbed) < perturbations:
         return answer(
             "inconclusive", f"{len(perturbed)} perturbed baselines, at least {perturbations} make an envelope"
         )
-    for run in (baseline, candidate, *perturbed):
-        if run.gradients is None:
-            return answer("inconclusive", f"{run.name} has no gradients of step 1: train it with --probe")
-    steps = [point.tokens for point in baseline.points]
-    for run in (candidate, *perturbed):
-        if [point.tokens for point in run.points] != steps:
-            return answer(
-                "not comparable",
-                f"{baseline.name} and {run.name} do not have the same steps ({len(steps)} and {len(run.points)}, "
-                f"{steps[-1] if steps else 0:,} and {run.points[-1].tokens if run.points else 0:,} tokens): round-off "
-                "is compared step by step; another batch is a statistical change",
-            )
-        for step, (one, other) in enumerate(zip(baseline.points, run.points, strict=True), 1):
-            if (one.loss is None) != (other.loss is None):
-                return answer(
-                    "not comparable",
-                    f"at step {step} tokens carry loss in one of {baseline.name} and {run.name}",
-                )
-    if len(steps) < least_steps:
-        return answer("inconclusive", f"{len(steps)} steps, at least {least_steps} are needed")
+    return None
+
+
+def _other_steps(baseline: Evidence, run: Evidence) -> str | None:
+    """Why two runs cannot be laid on each other step by step; None where they can."""
+    ends = [one.points[-1].tokens if one.points else 0 for one in (baseline, run)]
+    if [point.tokens for point in baseline.points] != [point.tokens for point in run.points]:
+        return (
+            f"{baseline.name} and {run.name} do not have the same steps ({len(baseline.points)} and "
+            f"{len(run.points)}, {ends[0]:,} and {ends[1]:,} tokens): round-off is compared step by step; another "
+            "batch is a statistical change"
+        )
+    for step, (one, other) in enumerate(zip(baseline.points, run.points, strict=True), 1):
+        if (one.loss is None) != (other.loss is None):
+            return f"at step {step} tokens carry loss in one of {baseline.name} and {run.name}"
     return None
 
 

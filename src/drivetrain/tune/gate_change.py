@@ -1,0 +1,62 @@
+"""By which tier a change is judged: what it is, and what its catalogue entry claims of the numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.archive.origin import RunOrigin, change_between
+from drivetrain.archive.reader import Run
+from drivetrain.catalogue import entry_of_field
+from drivetrain.errors import RunError
+from drivetrain.tune.gate import Tier
+
+__all__ = ["change_of", "tier_of_change"]
+
+
+def change_of(baseline: Run, candidate: Run) -> dict[str, Any]:
+    """Leaf → value in the candidate, of every leaf that differs and is no identity.
+
+    Raises:
+        RunError: the candidate was declared as a change of this baseline, and differs in something else.
+    """
+    found = change_between(baseline.config(), candidate.config())
+    origin = RunOrigin.from_manifest(candidate.manifest)
+    if origin.parent == baseline.id and origin.change is not None and dict(origin.change) != found:
+        other = sorted(
+            leaf
+            for leaf in {*found, *origin.change}
+            if found.get(leaf, _NOTHING) != origin.change.get(leaf, _NOTHING)
+        )
+        raise RunError(
+            f"{candidate.path.name} was declared as a change of {', '.join(origin.change) or 'nothing'} of "
+            f"{baseline.path.name}, and they differ otherwise: {', '.join(other)}"
+        )
+    return found
+
+
+_NOTHING = object()
+
+
+def tier_of_change(change: Mapping[str, Any]) -> tuple[Tier, str]:
+    """The tier and, in words, why it is that one.
+
+    No difference, and a leaf that no catalogue entry has, claim that no number changes.
+
+    Raises:
+        RunError: leaves that do not belong to one entry.
+    """
+    if not change:
+        return "exact", "nothing differs, so no number may"
+    entries = {leaf: entry_of_field(leaf) for leaf in change}
+    owners = {entry.name for entry in entries.values() if entry is not None}
+    if len(owners) == 1 and None not in entries.values():
+        entry = next(entry for entry in entries.values() if entry is not None)
+        return entry.numerics, f"the catalogue says that {entry.name} is {entry.numerics}"
+    if len(change) == 1:
+        leaf = next(iter(change))
+        return "exact", (
+            f"no catalogue entry has {leaf}, so it claims to change no number; declare another tier with --tier"
+        )
+    raise RunError(
+        f"the runs differ in several leaves that do not belong together ({', '.join(change)}): compare one change at "
+        "a time, or declare what the bundle may do to the numbers with --tier"
+    )

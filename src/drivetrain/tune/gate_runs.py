@@ -1,0 +1,341 @@
+"""The gate over runs: it finds the runs a tier needs, has the missing ones made, and decides by the tier's rule."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from drivetrain.archive.reader import Run, open_run
+from drivetrain.config import RunConfig, data_seed, load_config, tokens_per_step
+from drivetrain.config.serialise import differing_leaves
+from drivetrain.errors import RunError
+from drivetrain.tune.gate import Evidence, Tier, Verdict, refusal
+from drivetrain.tune.gate_change import change_of, tier_of_change
+from drivetrain.tune.gate_exact import exact_gate
+from drivetrain.tune.gate_files import read_evidence
+from drivetrain.tune.gate_plan import Need, Pool, this_code
+from drivetrain.tune.gate_roundoff import round_off_gate
+from drivetrain.tune.gate_statistical import LOOKS, statistical_gate
+from drivetrain.tune.short_run import as_override, short_run
+from drivetrain.tune.trainer import Trainer
+
+__all__ = ["GateSettings", "gate_of_runs", "run_gate"]
+
+
+@dataclass(frozen=True)
+class GateSettings:
+    """How much the gate spends.
+
+    Attributes:
+        exact_steps, roundoff_steps, statistical_steps: steps of the runs it makes; of a statistical candidate of
+            another batch, as many as give equal tokens.
+        perturbations: perturbed baselines that make the envelope.
+        looks: declared numbers of pairs of the statistical tier.
+        eval_iters: global batches of held-out text of the baseline, statistical tier only.
+        world_size: processes of each run.
+        timeout_s: longest time a run may take; None: as long as it makes progress.
+    """
+
+    exact_steps: int = 20
+    roundoff_steps: int = 100
+    statistical_steps: int = 200
+    perturbations: int = 3
+    looks: tuple[int, ...] = LOOKS
+    eval_iters: int = 8
+    world_size: int = 1
+    timeout_s: float | None = None
+
+
+class _Stop(Exception):
+    """The gate is decided by a run that could not be made."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.why)
+        self.verdict = verdict
+
+
+@dataclass
+class _Bench:
+    """Gives the evidence of each run that is needed: found, made, or noted as missing."""
+
+    tier: Tier
+    pool: Pool
+    trainer: Trainer | None
+    changed: Collection[str]
+    timeout_s: float | None
+    progress: Callable[[str], None]
+    missing: dict[str, str]
+
+    def get(self, need: Need) -> Evidence | None:
+        """None: it is missing, and no trainer is there to make it; :attr:`missing` has the command."""
+        run = self.pool.find(need)
+        if run is None:
+            if self.trainer is None:
+                self.missing[need.role] = need.command()
+                return None
+            run = self._make(need, self.trainer)
+        return read_evidence(run, changed=() if self.tier == "exact" else self.changed)
+
+    def _make(self, need: Need, trainer: Trainer) -> Run:
+        self.progress(f"gate, {self.tier}: training the {need.role}")
+        attempt = trainer.train(
+            need.source,
+            need.overrides,
+            options=need.options(),
+            world_size=need.world_size,
+            timeout_s=self.timeout_s,
+        )
+        if attempt.outcome == "interrupted":
+            raise KeyboardInterrupt
+        if attempt.outcome not in ("finished", "diverged") or attempt.run is None:
+            answer: Literal["fail", "not comparable"] = (
+                "fail" if need.role.startswith("candidate") else "not comparable"
+            )
+            why = f"the {need.role} ended as {attempt.outcome}: {attempt.message}"
+            raise _Stop(Verdict(self.tier, answer, why))
+        run = open_run(attempt.run)
+        self.pool.add(run)
+        return run
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Baseline or candidate: where its configuration is, and what is laid over it in every run of the gate."""
+
+    source: Path
+    overrides: tuple[str, ...]
+    seed: int
+    world_size: int
+
+    def need(
+        self,
+        role: str,
+        *more: str,
+        probe: bool = False,
+        perturb_ulp: int | None = None,
+    ) -> Need:
+        return Need(role, self.source, (*self.overrides, *more), probe, perturb_ulp, self.world_size)
+
+    def of_seed(self, role: str, seed: int, *, probe: bool = False) -> Need:
+        """With other initial weights, where it is not its own seed."""
+        return self.need(role, *(() if seed == self.seed else (f"run.seed={seed}",)), probe=probe)
+
+
+def run_gate(
+    baseline: Path,
+    candidate: Path,
+    tier: Tier,
+    *,
+    trainer: Trainer,
+    folder: Path,
+    settings: GateSettings = GateSettings(),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Verdict:
+    """Train what the tier needs of two configurations, and decide.
+
+    Args:
+        baseline, candidate: TOML files.
+        tier: what the change claims of the numbers; a bundle of changes is statistical, unless it claims less.
+        folder: where its runs go. Runs there that came to an end with the same resolved configuration, options, code
+            and environment are taken as they are, so that an interrupted gate goes on where it was.
+        progress: told before each run.
+
+    Raises:
+        DrivetrainError: a configuration that cannot be read.
+        KeyboardInterrupt: a run was interrupted; what was finished stays.
+    """
+    configs = load_config(str(baseline)).config, load_config(str(candidate)).config
+    steps, eval_iters = _lengths(tier, configs, settings)
+    sides = [
+        _Side(
+            source,
+            (
+                *short_run(config, count),
+                *([f"training.eval_iters={evaluations}"] if tier == "statistical" else []),
+                *(["run.deterministic=true"] if tier == "exact" else []),
+                f"data.seed={data_seed(configs[0])}",
+                as_override("run.runs_dir", str(folder)),
+                "run.name=gate",
+            ),
+            config.run.seed,
+            settings.world_size,
+        )
+        for source, config, count, evaluations in zip(
+            (baseline, candidate), configs, steps, eval_iters, strict=True
+        )
+    ]
+    bench = _Bench(
+        tier=tier,
+        pool=Pool(folders=[folder], code=this_code()),
+        trainer=trainer,
+        changed=differing_leaves(*configs),
+        timeout_s=settings.timeout_s,
+        progress=progress,
+        missing={},
+    )
+    return _decide(bench, sides[0], sides[1], settings)
+
+
+def _lengths(
+    tier: Tier, configs: tuple[RunConfig, RunConfig], settings: GateSettings
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Steps and evaluation batches of both sides: equal tokens in the statistical tier, equal steps elsewhere."""
+    if tier != "statistical":
+        steps = settings.exact_steps if tier == "exact" else settings.roundoff_steps
+        return (steps, steps), (0, 0)
+    sizes = [tokens_per_step(config) for config in configs]
+    total = settings.statistical_steps * sizes[0]
+    # Held-out text is read in global batches: a common multiple, so that both sides are judged on the same text.
+    common = math.lcm(*sizes)
+    rounds = -(-settings.eval_iters * sizes[0] // common)
+    return (
+        (settings.statistical_steps, -(-total // sizes[1])),
+        (rounds * common // sizes[0], rounds * common // sizes[1]),
+    )
+
+
+def gate_of_runs(
+    baseline: Run,
+    candidate: Run,
+    *,
+    tier: Tier | None = None,
+    trainer: Trainer | None = None,
+    settings: GateSettings = GateSettings(),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Verdict:
+    """Judge two runs as they are, with companions (perturbed baselines, other seeds) from the folders they lie in.
+
+    Args:
+        tier: declared; None: by what the change claims in the catalogue.
+        trainer: makes missing companions, beside the run they belong to; None: they are named, and without them the
+            answer is ``inconclusive``.
+    """
+    try:
+        change = change_of(baseline, candidate)
+        chosen, reason = (tier, "declared") if tier is not None else tier_of_change(change)
+        changed = () if chosen == "exact" else tuple(change)
+        pair = [read_evidence(run, changed=changed) for run in (baseline, candidate)]
+    except RunError as error:
+        return Verdict(tier, "not comparable", str(error))
+    refused = refusal(chosen, *pair)
+    if refused is None and chosen == "exact" and all(one.deterministic for one in pair):
+        early = exact_gate(*pair, least_steps=settings.exact_steps)
+        refused = early if early.verdict in ("fail", "not comparable") else None
+    if refused is None:
+        bench = _Bench(
+            tier=chosen,
+            pool=Pool(
+                first=[baseline, candidate],
+                folders=dict.fromkeys([baseline.path.parent, candidate.path.parent]),
+            ),
+            trainer=trainer,
+            changed=changed,
+            timeout_s=settings.timeout_s,
+            progress=progress,
+            missing={},
+        )
+        order = pair[0].data_seed
+        refused = _decide(
+            bench, _side_of(baseline, chosen, order), _side_of(candidate, chosen, order), settings
+        )
+    return Verdict(
+        refused.tier, refused.verdict, refused.why, {**refused.numbers, "change": change, "tier_rule": reason}
+    )
+
+
+def _side_of(run: Run, tier: Tier, data_order: int) -> _Side:
+    config = run.config()
+    overrides = [as_override("run.runs_dir", str(run.path.parent)), as_override("run.name", run.name)]
+    if tier == "exact" and not config.run.deterministic:
+        overrides.append("run.deterministic=true")
+    if tier == "statistical" and config.data.seed is None:
+        overrides.append(f"data.seed={data_order}")
+    size = int(run.manifest["layout"].get("world_size") or 1)
+    return _Side(run.path / "config.toml", tuple(overrides), config.run.seed, size)
+
+
+def _decide(bench: _Bench, baseline: _Side, candidate: _Side, settings: GateSettings) -> Verdict:
+    try:
+        if bench.tier == "exact":
+            verdict = _exact(bench, baseline, candidate, settings)
+        elif bench.tier == "round-off":
+            verdict = _round_off(bench, baseline, candidate, settings)
+        else:
+            verdict = _statistical(bench, baseline, candidate, settings)
+    except _Stop as stop:
+        return stop.verdict
+    if verdict.verdict == "inconclusive" and bench.missing:
+        commands = "; ".join(f"{role}: {command}" for role, command in bench.missing.items())
+        why = f"runs are missing, --run-missing makes them, or: {commands}"
+        why = f"{verdict.why}; {why}" if verdict.why else why
+        return Verdict(bench.tier, "inconclusive", why, {**verdict.numbers, "missing": dict(bench.missing)})
+    return verdict
+
+
+def _missing(bench: _Bench) -> Verdict:
+    return Verdict(bench.tier, "inconclusive", "")
+
+
+def _exact(bench: _Bench, baseline: _Side, candidate: _Side, settings: GateSettings) -> Verdict:
+    base = bench.get(baseline.need("baseline", probe=True))
+    ours = bench.get(candidate.need("candidate", probe=True))
+    if base is None or ours is None:
+        return _missing(bench)
+    return exact_gate(base, ours, least_steps=settings.exact_steps)
+
+
+def _round_off(bench: _Bench, baseline: _Side, candidate: _Side, settings: GateSettings) -> Verdict:
+    base = bench.get(baseline.need("baseline", probe=True))
+    ours = bench.get(candidate.need("candidate", probe=True))
+    if base is not None and ours is not None:
+        # What needs no envelope is decided before one is made.
+        early = round_off_gate(base, ours, [], perturbations=settings.perturbations)
+        if early.verdict != "inconclusive":
+            return early
+    need = baseline.need("perturbed baseline", probe=True)
+    seeds = bench.pool.perturbations(need)
+    unused = (seed for seed in range(1, 10**9) if seed not in set(seeds))
+    while len(seeds) < settings.perturbations:
+        seeds.append(next(unused))
+    perturbed = [
+        bench.get(baseline.need(f"perturbed baseline {number}", probe=True, perturb_ulp=seed))
+        for number, seed in enumerate(seeds, 1)
+    ]
+    there = [run for run in perturbed if run is not None]
+    if base is None or ours is None:
+        return _missing(bench)
+    return round_off_gate(base, ours, there, perturbations=settings.perturbations)
+
+
+def _statistical(bench: _Bench, baseline: _Side, candidate: _Side, settings: GateSettings) -> Verdict:
+    seeds = _seeds(bench, baseline, candidate, settings.looks[-1])
+    pairs: list[tuple[Evidence, Evidence]] = []
+    verdict = _missing(bench)
+    for look in settings.looks:
+        complete = True
+        for number in range(len(pairs), look):
+            seed = seeds[number]
+            base = bench.get(baseline.of_seed(f"baseline of seed {seed}", seed, probe=number == 0))
+            ours = bench.get(candidate.of_seed(f"candidate of seed {seed}", seed, probe=number == 0))
+            if base is None or ours is None:
+                complete = False
+            elif complete:
+                pairs.append((base, ours))
+        if not complete:
+            return statistical_gate(pairs, looks=settings.looks) if pairs else verdict
+        verdict = statistical_gate(pairs, looks=settings.looks)
+        if verdict.verdict != "inconclusive" or "look" not in verdict.numbers:
+            return verdict
+    return verdict
+
+
+def _seeds(bench: _Bench, baseline: _Side, candidate: _Side, count: int) -> Sequence[int]:
+    """The baseline's own seed, then those that both sides have runs of, then the next ones."""
+    have = bench.pool.seeds(baseline.need("")) & bench.pool.seeds(candidate.need(""))
+    found = dict.fromkeys((baseline.seed, *sorted(have)))
+    following = baseline.seed
+    while len(found) < count:
+        following += 1
+        found[following] = None
+    return list(found)[:count]

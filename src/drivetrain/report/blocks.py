@@ -35,6 +35,8 @@ class Cell:
     note: str = ""
     code: bool = False
     """Something to be typed or looked up as it is: a leaf, a path, a hash."""
+    whole: bool = False
+    """Kept on one line, word by word where it is code."""
 
 
 @dataclass(frozen=True)

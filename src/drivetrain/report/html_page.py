@@ -25,6 +25,9 @@ from drivetrain.report.svg import legal
 
 __all__ = ["html_page"]
 
+_LONGEST_WORD = 44
+"""Longer words may be broken, so that one of them does not push a table off the page."""
+
 
 def html_page(report: Report) -> str:
     """The whole page."""
@@ -92,8 +95,13 @@ def _folded(content: str, words: str) -> str:
 
 
 def _content(cell: Cell) -> str:
-    words = escape(cell.text)
-    shown = f"<code>{_breakable(cell.text)}</code>" if cell.code and cell.text != "-" else words
+    shown = escape(cell.text)
+    if cell.whole and max(map(len, cell.text.split(" "))) <= _LONGEST_WORD:
+        tag = "code" if cell.code and cell.text != "-" else "span"
+        words = cell.text.split(" ") if cell.code else [cell.text]
+        shown = " ".join(f'<{tag} class="whole">{escape(word)}</{tag}>' for word in words)
+    elif cell.code and cell.text != "-":
+        shown = f"<code>{_breakable(cell.text)}</code>"
     return shown + (f'<span class="note">{escape(cell.note)}</span>' if cell.note else "")
 
 
@@ -108,8 +116,10 @@ def _tiles(block: Tiles) -> Iterator[str]:
 
 def _table(table: Table) -> str:
     def cells(row: Sequence[Cell]) -> str:
+        # On a narrow screen each row is a card, and its cells say which column they are of.
         return "".join(
-            f'<td class="{cell.tone}{" number" if index in table.numeric else ""}">{_content(cell)}</td>'
+            f'<td class="{cell.tone}{" number" if index in table.numeric else ""}{"" if cell.text else " empty"}" '
+            f'data-label="{escape(table.headings[index])}"><div>{_content(cell)}</div></td>'
             for index, cell in enumerate(row)
         )
 

@@ -11,7 +11,7 @@ from drivetrain.report.svg import GRID, MUTED, document, line, rectangle, text
 
 __all__ = ["Rung", "class_rungs", "classes_svg", "classes_text", "rungs_svg", "rungs_text", "step_time_rungs"]
 
-_LABEL, _PLOT, _VALUE, _ROW, _TOP = 330, 480, 150, 30, 48
+_PLOT, _VALUE, _ROW, _TOP = 560, 150, 30, 40
 _LONGEST = 46
 _BASELINE, _KEPT, _FINAL = "#8c96a0", "#56b4e9", "#0072b2"
 
@@ -48,19 +48,18 @@ def rungs_svg(rungs: Sequence[Rung]) -> str:
     """A bar each, from zero, with its time and its ratio to the first."""
     first = rungs[0][1]
     longest = max(seconds for _, seconds in rungs)
+    left = _label_width(rungs)
     elements = [text(16, 24, "Step time, rung by rung", size=16)]
     for index, (label, seconds) in enumerate(rungs):
         y = _TOP + index * _ROW
         is_final = index == len(rungs) - 1 and label == "final configuration"
         colour = _BASELINE if index == 0 else _FINAL if is_final else _KEPT
-        elements.append(text(_LABEL - 10, y + 19, _short(label), anchor="end"))
+        elements.append(text(left - 10, y + 19, _short(label), anchor="end"))
         width = _PLOT * seconds / longest if longest else 0
-        elements.append(
-            rectangle(_LABEL, y + 5, width, _ROW - 10, colour, f"{label}: {seconds * 1e3:.2f} ms")
-        )
-        elements.append(text(_LABEL + width + 8, y + 19, _time_words(seconds, first), size=12))
+        elements.append(rectangle(left, y + 5, width, _ROW - 10, colour, f"{label}: {seconds * 1e3:.2f} ms"))
+        elements.append(text(left + width + 8, y + 19, _time_words(seconds, first), size=12))
     words = "Step time: " + "; ".join(f"{label} {seconds * 1e3:.1f} ms" for label, seconds in rungs)
-    return document(_LABEL + _PLOT + _VALUE, _TOP + _ROW * len(rungs) + 14, words, elements)
+    return document(left + _PLOT + _VALUE, _TOP + _ROW * len(rungs) + 14, words, elements)
 
 
 def rungs_text(rungs: Sequence[Rung]) -> str:
@@ -97,12 +96,13 @@ def classes_svg(rungs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """A stacked bar each, all on one scale; the classes in their order."""
     longest = max(sum(classes.values()) for _, classes in rungs)
     groups = list(dict.fromkeys(group_of(name) for _, classes in rungs for name in _ordered(classes)))
+    left = _label_width(rungs)
     elements = [text(16, 24, "Where a profiled step went, rung by rung", size=16), *_legend(groups)]
     top = _TOP + 18
     for index, (label, classes) in enumerate(rungs):
         y = top + index * _ROW
-        elements.append(text(_LABEL - 10, y + 19, _short(label), anchor="end"))
-        x = float(_LABEL)
+        elements.append(text(left - 10, y + 19, _short(label), anchor="end"))
+        x = float(left)
         for name in _ordered(classes):
             width = _PLOT * classes[name] / longest
             tip = f"{label}, {name}: {classes[name] / 1e6:.3f} ms"
@@ -110,11 +110,11 @@ def classes_svg(rungs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
             x += width
         elements.append(text(x + 8, y + 19, f"{sum(classes.values()) / 1e6:,.1f} ms", size=12))
     bottom = top + _ROW * len(rungs)
-    elements.append(line(_LABEL, top, _LABEL, bottom, GRID))
+    elements.append(line(left, top, left, bottom, GRID))
     words = "Classes of a profiled step: " + "; ".join(
         f"{label} {sum(classes.values()) / 1e6:.1f} ms" for label, classes in rungs
     )
-    return document(_LABEL + _PLOT + _VALUE, bottom + 14, words, elements)
+    return document(left + _PLOT + _VALUE, bottom + 14, words, elements)
 
 
 def classes_text(rungs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
@@ -139,6 +139,10 @@ def _legend(groups: Sequence[str]) -> Iterator[str]:
         yield rectangle(x, 40, 12, 12, colour_of("class", group))
         yield text(x + 17, 51, group, size=12, fill=MUTED)
         x += 36 + 7 * len(group)
+
+
+def _label_width(rungs: Sequence[tuple[str, object]]) -> float:
+    return 36 + 6.8 * max(len(_short(label)) for label, _ in rungs)
 
 
 def _short(label: str) -> str:

@@ -35,6 +35,7 @@ from drivetrain.report.ladder_rows import (
     gate_in_words,
     ladder_rows,
     ratio_in_words,
+    removal_rows,
     totals,
     value_in_words,
 )
@@ -139,26 +140,29 @@ def ladder_blocks(document: Mapping[str, Any]) -> list[Block]:
     return blocks
 
 
+_HEADINGS = tuple(heading for heading in LADDER_HEADINGS if heading != "treats")
+"""On a page, what a change treats stands below it."""
+
+
 def _table(rows: tuple[LadderRow, ...]) -> Table:
     def cells(row: LadderRow) -> list[Cell]:
-        index, change, treats, predicted, measured, memory, gate, verdict = row.cells
-        entry = f"{row.entry}, {row.cost}" if row.cost != "-" else row.entry
+        treats = f"treats {row.treats.replace(' ', ', ')}" if row.treats != "-" else "-"
+        below = [words for words in (row.entry, treats, row.cost) if words != "-"]
         return [
-            Cell(index, "muted"),
-            Cell(change, code=True, note=entry.removeprefix("-, ")),
-            Cell(treats),
-            Cell(predicted),
-            Cell(measured),
-            Cell(memory),
-            Cell(gate, note=row.gate_why),
-            Cell(verdict, row.tone, row.why),
+            Cell(row.index, "muted"),
+            Cell(row.change, note="; ".join(below), code=True, whole=True),
+            Cell(row.predicted),
+            Cell(row.measured),
+            Cell(row.memory),
+            Cell(row.gate, note=row.gate_why),
+            Cell(row.verdict, row.tone, row.why),
         ]
 
-    return Table(LADDER_HEADINGS, [cells(row) for row in rows], frozenset({3, 4, 5}))
+    return Table(_HEADINGS, [cells(row) for row in rows], frozenset({2, 3, 4}))
 
 
 def _leave_one_out(document: Mapping[str, Any]) -> list[Block]:
-    rows = ladder_rows(document.get("leave_one_out") or ())
+    rows = removal_rows(document.get("leave_one_out") or ())
     if not rows:
         return []
     words = "The final configuration without one kept change; a ratio below 1 says that the change is still worth it."

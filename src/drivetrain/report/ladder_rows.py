@@ -1,11 +1,12 @@
 """The steps of a ladder as rows of text, for the terminal, the page and Markdown alike.
 
-Everything here turns one piece of the document of ``tune.json`` into words: :func:`ladder_rows` a step into a row,
-:func:`change_in_words` a change, :func:`ratio_in_words` a measured ratio with its interval, :func:`gate_in_words` a
-gate's verdict, :func:`totals` what the ladder cost and brought. A document that is still being written lacks pieces:
-what is not there is a dash, never a guess. Ratios above 1 are faster.
+Everything here turns one piece of the document of ``tune.json`` into words: :func:`ladder_rows` a step into a row
+(:func:`removal_rows` one of ``leave_one_out``), :func:`change_in_words` a change, :func:`ratio_in_words` a measured
+ratio with its interval, :func:`gate_in_words` a gate's verdict, :func:`totals` what the ladder cost and brought. A
+document that is still being written lacks pieces: what is not there is a dash, never a guess. Ratios above 1 are faster.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,7 @@ __all__ = [
     "gate_in_words",
     "ladder_rows",
     "ratio_in_words",
+    "removal_rows",
     "totals",
     "value_in_words",
     "verdict_word",
@@ -51,6 +53,12 @@ _OUTCOMES = {
     "refused": "refused",
     "interrupted": "interrupted",
 }
+
+_REMOVALS: Mapping[str, tuple[str, Tone]] = {
+    "kept": ("taken away", "doubtful"),
+    "discarded": ("stays", "good"),
+}
+"""What the verdict on a removal means for the change it removed."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +99,18 @@ class LadderRow:
 
 
 def ladder_rows(steps: Sequence[Mapping[str, Any]]) -> tuple[LadderRow, ...]:
-    """The rows of ``steps`` (or of ``leave_one_out``) of a tune's document, in their order."""
+    """The rows of ``steps`` of a tune's document, in their order."""
     return tuple(_row(position, step) for position, step in enumerate(steps, start=1))
+
+
+def removal_rows(steps: Sequence[Mapping[str, Any]]) -> tuple[LadderRow, ...]:
+    """The rows of ``leave_one_out``: there a trial that was kept took a change away again."""
+    return tuple(
+        dataclasses.replace(row, verdict=_REMOVALS[row.verdict][0], tone=_REMOVALS[row.verdict][1])
+        if row.verdict in _REMOVALS
+        else row
+        for row in ladder_rows(steps)
+    )
 
 
 def _row(position: int, step: Mapping[str, Any]) -> LadderRow:

@@ -5,10 +5,10 @@ __all__ = ["STYLE"]
 STYLE = """
 :root{color-scheme:light dark;--paper:#ffffff;--page:#f6f7f9;--ink:#1c2128;--muted:#59636e;
 --line:#d8dee4;--grid:#c9d0d8;--good:#116329;--good-bg:#dafbe1;--bad:#b3121d;--bad-bg:#ffe9e8;--doubtful:#7d4e00;--doubtful-bg:#fff4d0;
---accent:#0072b2;--code:#eef1f4;--unexplained:#444444}
+--accent:#0072b2;--code:#eef1f4;--unexplained:#444444;--strong:#0072b2;--faint:#7fb3d5;--green:#009e73}
 @media (prefers-color-scheme:dark){:root{--paper:#161b22;--page:#0d1117;--ink:#e6edf3;--muted:#9aa4af;--line:#30363d;
 --grid:#3a424c;--good:#56d364;--good-bg:#12321d;--bad:#ff8b84;--bad-bg:#3d1518;--doubtful:#e3b341;--doubtful-bg:#35270a;
---accent:#58b0e8;--code:#232a33;--unexplained:#8b949e}}
+--accent:#58b0e8;--code:#232a33;--unexplained:#8b949e;--strong:#5ab4f0;--faint:#3f6a86;--green:#2fc194}}
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--page);color:var(--ink);line-height:1.5;font-size:15px;
@@ -42,7 +42,7 @@ p.muted,figcaption,caption,.note{color:var(--muted)}
 .tile .value{font-size:1.35rem;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.35;
 overflow-wrap:anywhere}
 .tile .delta{font-size:.8rem;color:var(--muted)}
-.scroll{overflow-x:auto}
+.scroll{overflow-x:auto;margin:.5rem 0}
 table{border-collapse:collapse;width:100%;font-size:.9rem}
 caption{text-align:left;padding:0 0 .4rem;font-size:.85rem}
 th,td{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;border-bottom:1px solid var(--line)}
@@ -54,6 +54,7 @@ td.good,dd.good,li.good,.delta.good{color:var(--good)}
 td.bad,dd.bad,li.bad,.delta.bad{color:var(--bad)}
 td.doubtful,dd.doubtful,li.doubtful,.delta.doubtful{color:var(--doubtful)}
 td.bad,td.good{font-weight:600}
+.whole{white-space:nowrap}
 .note{display:block;font-size:.82rem;font-weight:400;white-space:normal}
 code,pre{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:.86em}
 code{background:var(--code);border-radius:4px;padding:.08em .35em;overflow-wrap:anywhere}
@@ -78,8 +79,17 @@ svg .ink-line{stroke:var(--ink)}
 svg .muted-line{stroke:var(--muted)}
 svg .grid-line{stroke:var(--grid)}
 svg .paper-line{stroke:var(--paper)}
+svg .strong-line{stroke:var(--strong)}
+svg .faint-line{stroke:var(--faint)}
+svg .green-line{stroke:var(--green)}
 @media (max-width:640px){header,main{padding-left:.75rem;padding-right:.75rem}section{padding:.9rem}
-h1{font-size:1.3rem}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.45rem}.tiles{grid-template-columns:1fr 1fr}}
+h1{font-size:1.3rem}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.45rem}.tiles{grid-template-columns:1fr 1fr}
+.scroll table{min-width:0}
+thead{display:none}tr{display:block;padding:.5rem 0;border-bottom:1px solid var(--line)}tr:last-child{border-bottom:0}
+td,td.number{display:flex;justify-content:space-between;gap:1rem;border:0;padding:.1rem 0;
+text-align:right;white-space:normal}
+td::before{content:attr(data-label);color:var(--muted);font-weight:400;text-align:left;flex:none;max-width:45%}
+td.empty{display:none}.whole{white-space:normal;overflow-wrap:anywhere}}
 @media print{body{background:#fff;font-size:11px}nav{display:none}section,figure,.tile{break-inside:avoid}
 figure svg{min-width:0}section{border:0;padding:0}}
 """

@@ -13,7 +13,7 @@ __all__ = ["BAD", "Panel", "Points", "Series", "panels_svg"]
 BAD = "#d1242f"
 """Colour of what is not finite."""
 
-_LEFT, _PLOT, _RIGHT, _TOP, _GAP, _STRIP = 96, 828, 36, 64, 34, 16
+_LEFT, _PLOT, _RIGHT, _TOP, _GAP, _STRIP = 96, 828, 36, 58, 36, 16
 _WIDTH = _LEFT + _PLOT + _RIGHT
 _LARGEST = 1e300
 """Beyond this the difference of two values no longer is a number."""
@@ -66,7 +66,6 @@ class Panel:
 
 
 def panels_svg(
-    title: str,
     panels: Sequence[Panel],
     *,
     tagged: Mapping[str, Sequence[int]],
@@ -84,7 +83,7 @@ def panels_svg(
     places += [step for panel in panels for each in panel.points for step in each.steps]
     first, last = (min(places), max(places)) if places else (0.0, 1.0)
     axis = _StepAxis(first, last)
-    elements = [text(16, 24, title, size=16), *_legend(panels, bool(restarts))]
+    elements = list(_legend(panels, bool(restarts)))
     top = float(_TOP)
     for panel in panels:
         elements.extend(_panel(panel, axis, top))
@@ -113,7 +112,7 @@ class _StepAxis:
 
 
 def _legend(panels: Sequence[Panel], restarted: bool) -> Iterator[str]:
-    x = 16.0
+    x = float(_LEFT)
     entries: dict[str, tuple[str, float, str, bool]] = {}
     for panel in panels:
         for series in panel.series:
@@ -124,10 +123,10 @@ def _legend(panels: Sequence[Panel], restarted: bool) -> Iterator[str]:
         entries["restart"] = (MUTED, 1, "4 3", False)
     for label, (colour, width, dash, is_point) in entries.items():
         if is_point:
-            yield circle(x + 10, 44, 4, colour)
+            yield circle(x + 10, 14, 4, colour)
         else:
-            yield line(x, 44, x + 20, 44, colour, width=max(width, 1.5), dash=dash)
-        yield text(x + 26, 48, label, size=12)
+            yield line(x, 14, x + 20, 14, colour, width=max(width, 1.5), dash=dash)
+        yield text(x + 26, 18, label, size=12)
         x += 46 + 6.6 * len(label)
 
 
@@ -143,7 +142,7 @@ def _panel(panel: Panel, axis: _StepAxis, top: float) -> Iterator[str]:
     if not shown:
         nothing = "no finite value" if finite else "not logged"
         yield text(_LEFT + _PLOT / 2, top + panel.height / 2, nothing, anchor="middle", fill=MUTED)
-    for tick in scale.ticks(max(2, panel.height // 48)) if shown else ():
+    for tick in scale.ticks(max(2, panel.height // 36)) if shown else ():
         y = _height(scale, tick, panel, top)
         yield line(_LEFT, y, _LEFT + _PLOT, y, GRID, width=0.5)
         yield text(_LEFT - 8, y + 4, tick_words(tick), anchor="end", size=11, fill=MUTED)

@@ -25,7 +25,7 @@ def account_section(records: RunRecords) -> list[Block]:
         made = waterfall_of(document["waterfall"]) if document["waterfall"] is not None else None
         blocks: list[Block] = []
         if made is not None:
-            blocks.append(Figure(waterfall_svg(made, "Where the window went"), waterfall_text(made)))
+            blocks.append(Figure(waterfall_svg(made, "Waterfall"), waterfall_text(made)))
         else:
             blocks.append(Paragraph("The window has no length, so it has no waterfall.", "doubtful"))
         blocks += [*_health(document), _classes(document)]
@@ -33,13 +33,13 @@ def account_section(records: RunRecords) -> list[Block]:
         if isinstance(table, str):
             blocks.append(Paragraph(f"Names classed by tables {table}.", "muted"))
     except _DAMAGED as error:
-        return [Paragraph(f"The account of this run is damaged: {error!r}. {_remedy(records)}", "bad")]
+        return [Paragraph(f"The account of this run is damaged ({error!r}); {_remedy(records)}", "bad")]
     return blocks
 
 
 def _remedy(records: RunRecords) -> str:
     config = records.run.path / "config.toml"
-    return f"`drivetrain profile {config}` starts its configuration again with a profiled window, and that run has one."
+    return f"a profiled run of the same configuration has one; make it with: drivetrain profile {config}"
 
 
 def waterfall_of(document: Mapping[str, Any]) -> Waterfall:

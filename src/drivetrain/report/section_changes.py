@@ -48,7 +48,7 @@ def _leaves(differences: list[tuple[str, Any, Any]], change: Mapping[str, Any]) 
     if differences:
         rows = [
             [
-                Cell(leaf, code=True),
+                Cell(leaf, code=True, whole=True),
                 Cell(value_in_words(before)),
                 Cell(value_in_words(after)),
                 Cell("yes") if leaf in change else Cell("no", "doubtful"),

@@ -60,7 +60,6 @@ def loss_section(records: RunRecords) -> list[Block]:
     facts = [*_course(records, "train/loss", "loss"), *_course(records, "train/grad_norm", "gradient norm")]
     facts += [f"held-out loss at step {step}: {loss:.4f}" for step, loss in evaluations]
     svg = panels_svg(
-        "Loss and gradient norm",
         panels,
         tagged=_tagged(records),
         restarts=_restarts(records),
@@ -96,7 +95,6 @@ def step_time_section(records: RunRecords) -> list[Block]:
         facts.append(f"median of {len(plain)} steps without a tag: {statistics.median(plain):.4g} s")
     panel = Panel("wall time of a step, s", 200, tuple(curves), from_zero=True, limit=limit)
     svg = panels_svg(
-        "Step time",
         [panel],
         tagged=_tagged(records),
         restarts=_restarts(records),

@@ -1,12 +1,13 @@
 """The five dimensions of a run, each figure with the rule behind it or the reason why it is unknown."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.archive.compare import ratio
 from drivetrain.archive.dimensions import DIMENSIONS, Figure, RunFigures, format_value
 from drivetrain.measure.metrics import METRICS
-from drivetrain.report.blocks import Block, Cell, Paragraph, Table, Tile, Tiles
+from drivetrain.report.blocks import Block, Cell, Paragraph, Table, Tile, Tiles, Tone
 from drivetrain.report.run_records import RunRecords
 
 __all__ = ["figure_words", "figures_section", "headline_tiles", "rule_of"]
@@ -33,13 +34,18 @@ _HEADLINES = (
     "final_loss",
     "validation_bits_per_byte",
 )
-_UNITS = {"token/s": "token/s", "nat/token": "nat/token", "bit/byte": "bit/byte"}
 
 
 def figure_words(figure: Figure, value: float | None) -> str:
-    """A figure with its unit: ``18,823 token/s``, ``25.8%``; ``-`` where unknown."""
+    """A figure with its unit, where its label does not say it: ``18,823``, ``25.8%``, ``3.4011 nat/token``."""
+    if value is not None and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite"
     words = format_value(value, figure.unit)
-    return words if value is None or figure.unit not in _UNITS else f"{words} {figure.unit}"
+    return words if value is None or figure.unit != "nat/token" else f"{words} nat/token"
+
+
+def _tone(value: float | None) -> Tone:
+    return "bad" if value is not None and not math.isfinite(value) else "plain"
 
 
 def rule_of(figure: Figure, records: RunRecords) -> str:
@@ -62,24 +68,25 @@ def figures_section(records: RunRecords) -> list[Block]:
     if figures is None:
         return [Paragraph("None of the five dimensions can be read; what is wrong is said above.", "bad")]
     parent = records.parent.figures if records.parent is not None else None
-    headings = ["dimension", "figure", "value", "rule, or why it is unknown"]
+    headings = ["dimension", "figure", "value", "rule, or why unknown"]
     if parent is not None:
         headings[3:3] = ["parent", "run / parent"]
-    rows, shown = [], ""
+    rows, shown, said = [], "", ""
     for figure in DIMENSIONS:
         value = figures.values[figure.key]
         cells = [
             Cell(figure.dimension if figure.dimension != shown else "", "muted"),
-            Cell(figure.label),
-            Cell(figure_words(figure, value)),
+            Cell(figure.label, whole=True),
+            Cell(figure_words(figure, value), _tone(value)),
         ]
         if parent is not None:
             cells += [
                 Cell(figure_words(figure, parent.values[figure.key])),
                 Cell(_ratio(value, parent.values[figure.key])),
             ]
-        rows.append([*cells, Cell(_rule_or_reason(figure, value, figures, records), "muted")])
-        shown = figure.dimension
+        rule = _rule_or_reason(figure, value, figures, records)
+        rows.append([*cells, Cell("as above" if rule == said else rule, "muted")])
+        shown, said = figure.dimension, rule
     numeric = frozenset({2} if parent is None else {2, 3, 4})
     return [Table(headings, rows, numeric), *_window(records, figures)]
 
@@ -119,13 +126,10 @@ def headline_tiles(records: RunRecords) -> list[Block]:
             value = figures.values[figure.key]
             note = "" if value is not None else "why: see the table"
             if parent is not None and (found := ratio(value, parent.values[figure.key])) is not None:
-                note = f"{found:.3f}x of the parent"
-            label = (
-                f"{figure.label} ({figure.unit})"
-                if figure.unit in ("nat/token", "bit/byte")
-                else figure.label
-            )
-            tiles.append(Tile(_capital(label), format_value(value, figure.unit), note))
+                note = f"{found:.3f}x the parent's"
+            label = f"{figure.label}, nat/token" if figure.unit == "nat/token" else figure.label
+            shown = figure_words(figure, value).removesuffix(" nat/token")
+            tiles.append(Tile(_capital(label), shown, note, _tone(value)))
     return [Tiles(tiles)]
 
 

@@ -26,7 +26,7 @@ def optimisations_section(records: Sequence[OptimisationRecord]) -> list[Block]:
     rows = [
         [
             Cell(record.name, "bad" if record.without_effect else "plain"),
-            Cell(f"{record.field}={value_in_words(record.value)}", code=True),
+            Cell(f"{record.field}={value_in_words(record.value)}", code=True, whole=True),
             _yes(record.requested),
             _active(record),
             _evidence(record),

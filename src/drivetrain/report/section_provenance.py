@@ -125,7 +125,7 @@ def provenance_section(records: RunRecords) -> list[Block]:
     environment = _group(provenance, "environment")
     if environment:
         rows = [[Cell(name, code=True), Cell(str(value))] for name, value in environment.items()]
-        blocks.append(Table(["variable", "value"], rows, folded=f"Environment: {len(rows)} variables kept"))
+        blocks.append(Table(["variable", "value"], rows, folded=f"Environment variables kept: {len(rows)}"))
     if records.configuration:
         blocks.append(Preformatted(_configuration(records.configuration), "The whole configuration"))
     return blocks
@@ -155,7 +155,7 @@ def _code(git: Mapping[str, Any]) -> Cell:
     if git.get("diff_sha256"):
         parts.append(f"uncommitted changes, SHA-256 of the diff {git['diff_sha256']}")
     if git.get("untracked_count"):
-        parts.append(f"{git['untracked_count']} untracked files")
+        parts.append(f"untracked files: {git['untracked_count']}")
     return Cell(where, "doubtful", f"dirty: {'; '.join(parts) or 'changes'}")
 
 

@@ -29,6 +29,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 INK, MUTED, GRID, PAPER = "#222", "#555", "#bbbbbb", "#ffffff"
 
 _CLASSES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", "#444444": "unexplained"}
+# Thin lines need more contrast on a dark screen than areas do.
+_LINE_CLASSES = {**_CLASSES, "#0072b2": "strong", "#7fb3d5": "faint", "#009e73": "green"}
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -43,7 +45,7 @@ def number(value: float) -> str:
 
 
 def _class(colour: str, of_stroke: bool = False) -> str:
-    name = _CLASSES.get(colour)
+    name = (_LINE_CLASSES if of_stroke else _CLASSES).get(colour)
     if name is None:
         return ""
     return f' class="{name}-line"' if of_stroke else f' class="{name}"'

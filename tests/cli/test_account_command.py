@@ -145,5 +145,63 @@ def test_what_does_not_show_although_expected_is_in_health(one_trace: Path) -> N
 
 
 def test_an_unknown_expectation_names_the_legal_ones(one_trace: Path) -> None:
-    with pytest.raises(DrivetrainError, match="Legal: flash, bf16, fp16, fp8, tf32, fused-optimizer, compile"):
+    with pytest.raises(
+        DrivetrainError, match="Legal: flash, bf16, fp16, fp8, tf32, fused-optimizer, compile"
+    ):
         invoke(str(one_trace), "--expect", "flsh")
+
+
+def test_a_timeline_is_written_beside_whatever_is_printed(tmp_path: Path, one_trace: Path) -> None:
+    target = tmp_path / "timeline.json.gz"
+    document = json.loads(invoke(str(one_trace), "--json", "--perfetto", str(target)))
+    slices = [
+        one
+        for one in json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
+        if one.get("cat") == "class"
+    ]
+    classes: dict[str, int] = {}
+    for one in slices:
+        classes[one["name"]] = classes.get(one["name"], 0) + round(one["dur"] * 1000)
+    whole = document["ranks"][0]["whole"]
+    assert classes.pop("unexplained", 0) == whole["unexplained_ns"]
+    assert classes == whole["classes"]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (".", "is a folder; name a file"),
+        ("nowhere/timeline.json.gz", "does not exist"),
+        ("timeline.html", "must end in .json or .json.gz"),
+        ("rank0.json.gz", "would replace one of the traces"),
+    ],
+)
+def test_a_timeline_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, one_trace: Path, target: str, words: str
+) -> None:
+    before = one_trace.read_bytes()
+    with pytest.raises(DrivetrainError, match=words):
+        CliRunner().invoke(
+            application(),
+            ["account", str(tmp_path), "--perfetto", str(tmp_path / target)],
+            catch_exceptions=False,
+        )
+    assert one_trace.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
+
+
+def test_a_timeline_is_no_trace_and_may_be_written_again(tmp_path: Path, one_trace: Path) -> None:
+    target = tmp_path / "timeline.json"
+    invoke(str(one_trace), "--perfetto", str(target))
+    with pytest.raises(DrivetrainError, match="a timeline made of an account"):
+        CliRunner().invoke(application(), ["account", str(target)], catch_exceptions=False)
+    first = target.read_bytes()
+    result = CliRunner().invoke(
+        application(),
+        ["account", str(tmp_path), "--json", "--perfetto", str(target)],
+        catch_exceptions=False,
+    )
+    assert "passed over" in result.stderr
+    assert [rank["rank"] for rank in json.loads(result.stdout)["ranks"]] == [0]
+    events = json.loads(first)["traceEvents"]
+    assert json.loads(target.read_bytes())["traceEvents"] == events

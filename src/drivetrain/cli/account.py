@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from drivetrain.measure.account import Account
+    from drivetrain.trace.slices import RankSplit
 
 __all__ = ["register"]
 
@@ -68,6 +69,12 @@ def account(
     ] = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page to this file.")] = None,
     svg: Annotated[str | None, typer.Option("--svg", help="Write the waterfall to this file.")] = None,
+    perfetto: Annotated[
+        str | None,
+        typer.Option(
+            "--perfetto", help="Write the classes of every instant as a timeline (.json or .json.gz)."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Split the wall time of profiled steps into classes that add up, with what is hidden, exposed and waited for.
@@ -77,7 +84,7 @@ def account(
 
     Example: drivetrain account rank0.json.gz rank1.json.gz --html account.html
     """
-    from drivetrain.cli.account_sources import Figures, make_account
+    from drivetrain.cli.account_sources import Figures, make_account, timeline_target
     from drivetrain.cli.output import show_document
     from drivetrain.errors import DrivetrainError
 
@@ -85,9 +92,16 @@ def account(
         raise DrivetrainError(
             "--kernels is text only, and --json one document of the account; drop one of them"
         )
+    target = None if perfetto is None else timeline_target(perfetto, sources)
+    splits: list[RankSplit] = []
     figures = Figures(model, tokens_per_step, device, dtype, peak_flops, achievable_flops)
     made, title = make_account(
-        sources, step_window=step_window, figures=figures, rules=rules, expected=expect or ()
+        sources,
+        step_window=step_window,
+        figures=figures,
+        rules=rules,
+        expected=expect or (),
+        on_split=None if target is None else splits.append,
     )
     if html is not None:
         from drivetrain.report.account_page import account_page
@@ -95,6 +109,8 @@ def account(
         _write(html, account_page(made, title))
     if svg is not None:
         _write_waterfall(svg, made, title)
+    if target is not None:
+        _write_timeline(target, splits, made, title)
     if json:
         show_document(made.to_document())
     else:
@@ -125,3 +141,13 @@ def _write_waterfall(path: str, made: "Account", title: str) -> None:
     if made.waterfall is None:
         raise DrivetrainError(f"no waterfall to write to {path}: the traces hold no window of any length")
     _write(path, waterfall_svg(made.waterfall, title))
+
+
+def _write_timeline(target: "Path", splits: "list[RankSplit]", made: "Account", title: str) -> None:
+    from drivetrain.archive.atomic import write_bytes
+    from drivetrain.report.perfetto import perfetto_json
+
+    compress = target.name.endswith(".gz")
+    content = perfetto_json(splits, title=title, name_table=made.name_table, compress=compress)
+    write_bytes(target, content)
+    typer.echo(f"wrote {target}", err=True)

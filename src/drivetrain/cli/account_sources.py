@@ -1,7 +1,7 @@
 """What ``drivetrain account`` is given: a run, trace files, a folder of them, and the figures for MFU."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,14 @@ from drivetrain.trace.classify import classify
 from drivetrain.trace.expectations import checked_words, expected_findings, expected_of, merged_findings
 from drivetrain.trace.health import Finding
 from drivetrain.trace.name_table import NameTable
-from drivetrain.trace.read import read_trace
+from drivetrain.trace.read import is_timeline, read_trace
+from drivetrain.trace.slices import RankSplit
 from drivetrain.trace.table import Trace
 
 if TYPE_CHECKING:  # Traces alone need no schema, which costs as much as an account from the cache.
     from drivetrain.config import ModelConfig
 
-__all__ = ["Figures", "kernels_of", "make_account"]
+__all__ = ["Figures", "kernels_of", "make_account", "timeline_target"]
 
 _SUFFIXES = (".json", ".json.gz")
 
@@ -59,12 +60,14 @@ def make_account(
     figures: Figures,
     rules: str | None,
     expected: Sequence[str] = (),
+    on_split: Callable[[RankSplit], None] | None = None,
 ) -> tuple[Account, str]:
     """The account of ``sources`` and a title for it.
 
     Args:
         expected: words of ``trace.expectations``: what does not show in the records becomes a finding in ``health``.
             What the configuration of a run asks for is expected in any case.
+        on_split: see :func:`drivetrain.trace.account.account_of`.
 
     Raises:
         DrivetrainError: nothing to read, ranks of different jobs, options that do not fit.
@@ -89,6 +92,7 @@ def make_account(
         achievable=facts.achievable,
         effective_share=facts.effective_share,
         rules=table,
+        on_split=on_split,
     )
     account = replace(account, health=(*account.health, *merged_findings(fallbacks)))
     subject = run.path.name if run is not None else ", ".join(path.name for path in paths[:3])
@@ -114,6 +118,7 @@ def kernels_of(sources: Sequence[str], *, count: int, figures: Figures, rules: s
     from drivetrain.report.kernel_text import kernel_text
     from drivetrain.trace.kernels import matrix_products, small_operators, top_kernels
     from drivetrain.trace.launch_bound import launch_bound_stretches
+    from drivetrain.trace.synchronisation import synchronisations
 
     run = _run_of(sources)
     path = (_window_of(run) if run is not None else _files_of(sources))[0]
@@ -125,10 +130,34 @@ def kernels_of(sources: Sequence[str], *, count: int, figures: Figures, rules: s
         matrix_products(trace, classes),
         small_operators(trace, classes),
         launch_bound_stretches(trace, count),
+        synchronisations(trace, classes),
         count=count,
         ceiling=None if ceiling is None else ceiling.value,
     )
     return f"\nkernels of {path.name}\n{text}"
+
+
+def timeline_target(path: str, sources: Sequence[str]) -> Path:
+    """Where a timeline of ``sources`` is to be written.
+
+    Raises:
+        DrivetrainError: it is a folder, in no folder, not called ``.json`` or ``.json.gz``, or one of the traces.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise DrivetrainError(f"--perfetto {path} is a folder; name a file: {target / 'timeline.json.gz'}")
+    if not target.name.endswith(_SUFFIXES):
+        raise DrivetrainError(
+            f"--perfetto {path}: the name must end in {' or '.join(_SUFFIXES)}; nearest: {path}.json.gz"
+        )
+    if not target.parent.is_dir():
+        raise DrivetrainError(f"--perfetto {path}: the folder {target.parent} does not exist")
+    run = _run_of(sources)
+    traces = _window_of(run) if run is not None else _files_of(sources)
+    for trace in traces if target.exists() else ():
+        if trace.exists() and trace.samefile(target) and not is_timeline(trace):
+            raise DrivetrainError(f"--perfetto {path} would replace one of the traces; give it another name")
+    return target
 
 
 def _run_of(sources: Sequence[str]) -> Run | None:
@@ -186,6 +215,8 @@ def _read(paths: Sequence[Path], named: frozenset[Path]) -> Iterator[Trace]:
         if len(paths) > 1:
             print(f"reading {index + 1}/{len(paths)} {path.name}", file=sys.stderr, flush=True)
         try:
+            if is_timeline(path):
+                raise DataError(f"{path}: a timeline made of an account, which records nothing itself")
             trace = read_trace(path)
         except DataError as error:
             if path in named or len(paths) == 1:

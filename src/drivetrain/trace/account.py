@@ -6,7 +6,7 @@ at a time and let go, so that memory does not grow with their number: of each st
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -18,9 +18,7 @@ from drivetrain.errors import DataError, DrivetrainError
 from drivetrain.measure.account import (
     CLASS_GROUPS,
     CLASSES,
-    COMMUNICATION_PARTS,
     COPY_CLASSES,
-    PARALLEL_GROUPS,
     Account,
     RankAccount,
     StepAccount,
@@ -31,10 +29,7 @@ from drivetrain.measure.flops import FlopCount, model_flops
 from drivetrain.measure.intervals import (
     EMPTY,
     Intervals,
-    intersect,
-    partition,
     total_within,
-    union,
 )
 from drivetrain.measure.peaks import Peak
 from drivetrain.measure.waterfall import RankTime, Waterfall, WaterfallFlops, waterfall
@@ -45,7 +40,7 @@ from drivetrain.trace.health import Finding, withheld
 from drivetrain.trace.links import compute_before
 from drivetrain.trace.lookup import distinct
 from drivetrain.trace.name_table import NameTable
-from drivetrain.trace.pipeline import WAITING, bubble_parts, pipeline_of
+from drivetrain.trace.pipeline import pipeline_of
 from drivetrain.trace.ranks import (
     Comparison,
     RankFacts,
@@ -54,6 +49,7 @@ from drivetrain.trace.ranks import (
     compare_ranks,
     distinct_ranks,
 )
+from drivetrain.trace.slices import RankSplit, communication_parts
 from drivetrain.trace.steps import UNKNOWN_TIME, cpu_windows, device_windows
 from drivetrain.trace.table import Category, Trace
 from drivetrain.trace.timeline import RankTimeline, StepWindow, timeline_of
@@ -101,6 +97,8 @@ class _Draft:
     health: tuple[Finding, ...]
     first_is_partial: bool
     """Recording began within the first step; a pattern's first repetition is whole."""
+    parts: Mapping[str, Intervals]
+    """Class but communication → when it took the time; only where somebody asked for the split itself."""
 
 
 def account_of(
@@ -114,6 +112,7 @@ def account_of(
     effective_share: float | None = None,
     flops_per_step: FlopCount | None = None,
     rules: NameTable | None = None,
+    on_split: Callable[[RankSplit], None] | None = None,
 ) -> Account:
     """Account for the time of one job.
 
@@ -128,6 +127,8 @@ def account_of(
         flops_per_step: model FLOPs of a step over all ranks, where the run has counted them by document; instead of
             those of full sequences.
         rules: name tables; the built-in ones where None.
+        on_split: given the split of each rank, in their order, as instants instead of sums. The intervals of all
+            ranks are then kept until the last trace is read.
 
     Raises:
         DataError: no trace, two of one rank, or traces of different jobs.
@@ -136,7 +137,7 @@ def account_of(
     if (model is None) != (tokens_per_step is None):
         raise DrivetrainError("model FLOPs need both the model and the tokens per step of all ranks together")
     table = NameTable.load() if rules is None else rules
-    drafts = [_draft(trace, step_window, table) for trace in traces]
+    drafts = [_draft(trace, step_window, table, on_split is not None) for trace in traces]
     if not drafts:
         raise DataError("no trace was given: name at least one profiler file")
     check_one_job([draft.facts for draft in drafts])
@@ -144,6 +145,9 @@ def account_of(
     by_rank = dict(sorted(zip(ranks, drafts, strict=True), key=lambda item: item[0]))
     comparison = compare_ranks({r: d.facts for r, d in by_rank.items()}) if len(by_rank) > 1 else None
     accounts = tuple(_rank_account(rank, draft, comparison) for rank, draft in by_rank.items())
+    if on_split is not None:
+        for rank, draft in by_rank.items():
+            on_split(_split_of(rank, draft, comparison))
     world_size = next((d.facts.world_size for d in drafts if d.facts.world_size is not None), None)
     absent = absent_ranks(ranks, world_size)
     count = flops_per_step
@@ -200,7 +204,7 @@ def _layout_of(trace: Trace) -> dict[str, int] | None:
     return {str(name): size for name, size in layout.items()}
 
 
-def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
+def _draft(trace: Trace, step_window: StepWindow, table: NameTable, keep_parts: bool) -> _Draft:
     if len(trace.events) == 0:
         raise DataError(
             f"{trace.path}: it holds no event with a duration, so there is no time to account for"
@@ -237,6 +241,7 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable) -> _Draft:
         withheld=reasons,
         health=health,
         first_is_partial=line.steps.origin != "pattern",
+        parts=parts if keep_parts else {},
     )
 
 
@@ -317,7 +322,11 @@ def _facts(
 
 
 def _rank_account(rank: int, draft: _Draft, comparison: Comparison | None) -> RankAccount:
-    classes = {**draft.classes, **_communication_classes(rank, draft, comparison)}
+    exposed = _communication_parts(rank, draft, comparison)
+    classes = {
+        **draft.classes,
+        **{name: total_within(part, draft.windows) for name, part in exposed.items()},
+    }
     windows = [_window(draft, classes, i) for i in range(len(draft.windows))]
     steps = tuple(
         StepAccount(number, window, int(start), int(end), first=i == 0 and draft.first_is_partial)
@@ -328,29 +337,34 @@ def _rank_account(rank: int, draft: _Draft, comparison: Comparison | None) -> Ra
     return RankAccount(rank, draft.view, windows[0], steps, str(draft.facts.path))
 
 
-def _communication_classes(
-    rank: int, draft: _Draft, comparison: Comparison | None
-) -> dict[str, NDArray[np.int64]]:
-    """Split the exposed communication by group, and into wait, transfer and the pipeline's bubble where several ranks
-    tell."""
+def _split_of(rank: int, draft: _Draft, comparison: Comparison | None) -> RankSplit:
     records = draft.facts.communication
-    split = np.full(len(records), UNKNOWN_TIME) if comparison is None else comparison.splits[rank]
-    border = np.clip(split, records.start_ns, records.end_ns)
-    known = split != UNKNOWN_TIME
-    label = np.array(records.label, np.str_)
-    sets: dict[str, Intervals] = {}
-    for group in PARALLEL_GROUPS:
-        mine = label == group
-        both, neither = mine & known, mine & ~known
-        sets[f"communication.{group}.wait"] = union(records.start_ns[both], border[both])
-        sets[f"communication.{group}.transfer"] = union(border[both], records.end_ns[both])
-        sets[f"communication.{group}.unsplit"] = union(records.start_ns[neither], records.end_ns[neither])
-    names = [f"communication.{group}.{part}" for part in COMMUNICATION_PARTS for group in PARALLEL_GROUPS]
-    exposed = [intersect(part, draft.facts.exposed) for part in partition([sets[name] for name in names])]
-    parts = dict(zip(names, exposed, strict=True))
-    if draft.facts.pipeline is not None and known.any():
-        parts.update(bubble_parts(draft.facts.pipeline, records, split, parts[WAITING]))
-    return {name: total_within(part, draft.windows) for name, part in parts.items()}
+    unknown = np.full(len(records), UNKNOWN_TIME, np.int64)
+    return RankSplit(
+        rank=rank,
+        view=draft.view,
+        source=draft.facts.path,
+        parts={**draft.parts, **_communication_parts(rank, draft, comparison)},
+        windows=draft.windows,
+        numbers=draft.numbers,
+        explained=draft.explained,
+        hidden=_hidden_groups(draft),
+        offset_ns=0 if comparison is None else comparison.offsets_ns.get(rank),
+        communication=records,
+        arrived_ns=unknown if comparison is None else comparison.splits[rank],
+    )
+
+
+def _hidden_groups(draft: _Draft) -> frozenset[str]:
+    """Groups of classes whose time is shown as unexplained, because a figure of them is withheld."""
+    return frozenset(group for key in draft.withheld for group in _WITHHOLDS.get(key, ()))
+
+
+def _communication_parts(rank: int, draft: _Draft, comparison: Comparison | None) -> dict[str, Intervals]:
+    facts = draft.facts
+    unknown = np.full(len(facts.communication), UNKNOWN_TIME, np.int64)
+    arrived = unknown if comparison is None else comparison.splits[rank]
+    return communication_parts(facts.communication, arrived, facts.exposed, facts.pipeline)
 
 
 def _window(draft: _Draft, classes: Mapping[str, NDArray[np.int64]], index: int) -> Window:
@@ -363,7 +377,7 @@ def _window(draft: _Draft, classes: Mapping[str, NDArray[np.int64]], index: int)
     unexplained = 0 if draft.explained else rest
     if draft.explained and rest:
         taken["idle"] = rest
-    hidden = {group for key in draft.withheld for group in _WITHHOLDS.get(key, ())}
+    hidden = _hidden_groups(draft)
     for name in [name for name in taken if name.split(".")[0] in hidden]:
         unexplained += taken.pop(name)
     sums = {name: int(values[index]) for name, values in draft.figures.items()}

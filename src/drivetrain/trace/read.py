@@ -13,7 +13,19 @@ from drivetrain.trace.kineto.reader import KinetoReader
 from drivetrain.trace.kineto.source import Source
 from drivetrain.trace.table import Trace
 
-__all__ = ["Progress", "Reader", "detect_format", "known_formats", "read_trace"]
+__all__ = [
+    "TIMELINE_KEY",
+    "Progress",
+    "Reader",
+    "detect_format",
+    "is_timeline",
+    "known_formats",
+    "read_trace",
+]
+
+TIMELINE_KEY = "drivetrain_timeline"
+"""Member of a document that is a timeline made of an account (``report/perfetto.py``): it reads like a trace, but
+records nothing itself."""
 
 Progress = Callable[[int, int], None]
 """Called now and then with (bytes of the file read, bytes of the file)."""
@@ -71,6 +83,15 @@ def detect_format(path: Path | str) -> str:
         DataError: the file cannot be opened, is empty, or is of no known format.
     """
     return _reader_of(Path(path)).format
+
+
+def is_timeline(path: Path | str) -> bool:
+    """Whether a file is a timeline that was made of an account.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    return f'"{TIMELINE_KEY}"'.encode() in Source.head(Path(path))[:256]
 
 
 def read_trace(path: Path | str, *, progress: Progress | None = None, cache: bool = True) -> Trace:

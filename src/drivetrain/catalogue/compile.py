@@ -32,7 +32,7 @@ def _evidence(_config: RunConfig, seen: Observation, _account: Account | None) -
 
 ENTRY = Optimisation(
     name="compile",
-    summary="torch.compile fuses what lies between the matrix products of each block",
+    summary="generated kernels do what lies between the matrix products of each block (torch.compile)",
     sources=("Ansel et al. 2024, PyTorch 2 (ASPLOS)", "PyTorch documentation, torch.compile"),
     field="fusion.compile",
     requested=lambda config: config.fusion.compile,

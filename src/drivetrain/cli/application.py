@@ -27,6 +27,7 @@ VERBS = (
     "compare",
     "report",
     "mfu",
+    "catalogue",
     "bench",
 )
 """Modules of this package, in the order of ``--help``."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from drivetrain.config import LoadedConfig
+    from drivetrain.config import LaunchFacts, LoadedConfig
     from drivetrain.engine.dry_run import DryRun
 
 __all__ = ["register", "show_dry_run"]
@@ -40,13 +40,14 @@ def check(
 
     Example: drivetrain check llama-10m training.global_batch_size=48 --devices 2
     """
+    from drivetrain.catalogue.rules import all_rules
     from drivetrain.cli.output import show_document
     from drivetrain.config import LaunchFacts, derived_values, idle_fields, load_config, violations
 
     loaded = load_config(config, overrides or [])
     world_size = devices or loaded.config.parallelism.data_parallel_size or 1
     facts = LaunchFacts(world_size=world_size, source_name=loaded.name)
-    broken = violations(loaded.config, facts)
+    broken = violations(loaded.config, facts, all_rules())
     document: dict[str, Any] = {
         "config": loaded.source,
         "devices": world_size,
@@ -55,6 +56,7 @@ def check(
             {"rule": violation.rule, "fields": list(violation.fields), "message": violation.message}
             for violation in broken
         ],
+        "optimisations": _optimisations(loaded, facts),
         "no_effect": [
             {"field": idle.field, "reason": idle.reason} for idle in idle_fields(loaded.config, facts)
         ],
@@ -73,6 +75,21 @@ def check(
         _print(document)
     if broken:
         raise typer.Exit(1)
+
+
+def _optimisations(loaded: "LoadedConfig", facts: "LaunchFacts") -> list[dict[str, Any]]:
+    """What the configuration asks for, and what it cannot have in this launch."""
+    from drivetrain.catalogue import catalogue
+
+    return [
+        {
+            "name": entry.name,
+            "field": entry.field,
+            "requested": entry.requested(loaded.config),
+            "no_effect_because": entry.applies(loaded.config, facts),
+        }
+        for entry in catalogue()
+    ]
 
 
 def _counts(loaded: "LoadedConfig", world_size: int) -> dict[str, Any]:
@@ -128,6 +145,9 @@ def _print(document: dict[str, Any]) -> None:
         if derived["field"] not in counted:
             value = "known when it starts" if derived["value"] is None else derived["value"]
             print(f"  {derived['field']:42} {value}  ({derived['reason']})")
+    asked = [one for one in document["optimisations"] if one["requested"]]
+    at_work = [one["name"] for one in asked if one["no_effect_because"] is None]
+    print(f"optimisations: {', '.join(at_work) or 'none'}")
     for idle in document["no_effect"]:
         print(f"no effect: {idle['field']}, because {idle['reason']}")
     for shape in document.get("shapes", []):

@@ -53,12 +53,17 @@ def _size(value: int | None) -> str:
 
 
 def _lines(found: "Examination") -> Iterator[str]:
+    from drivetrain.catalogue import catalogue
+
     yield from _machine(found)
     yield from ("", "Versions", f"  {', '.join(f'{name} {text}' for name, text in found.versions.items())}")
     if found.capabilities:
         yield from ("", "Capabilities")
+        needed = {entry.capability: entry for entry in catalogue()}
         for one in found.capabilities:
             yield f"  {'yes' if one.available else 'no ':<4} {one.name:<20} {one.reason or one.detail}"
+            if not one.available and one.name in needed:
+                yield f"       needed by the optimisation {needed[one.name].name} ({needed[one.name].field})"
     yield from ("", "Settings")
     for setting in found.settings:
         yield f"  {'ok' if setting.state == 'good' else '!':<4} {setting.name:<20} {setting.found}"

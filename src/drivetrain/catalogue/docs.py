@@ -1,0 +1,79 @@
+"""``docs/catalogue.md``: the page on the optimisations, generated from the entries.
+
+``python -m drivetrain.catalogue.docs`` writes it; a test keeps it fresh.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from drivetrain.catalogue.discovery import catalogue
+from drivetrain.catalogue.entry import Knob, Optimisation
+
+__all__ = ["PATH", "render"]
+
+PATH = Path("docs") / "catalogue.md"
+"""Where the page lies in the repository."""
+
+_INTRODUCTION = """\
+# Optimisations
+
+This page is generated from the catalogue: `python -m drivetrain.catalogue.docs` writes it. `drivetrain catalogue` shows
+the same at the terminal.
+
+Each optimisation is requested by one field of the configuration. A request that cannot take effect stops nothing: the
+run goes on without it, warns, and says so in its record and in the findings of its summary. The record of a run
+(`events.jsonl`, `summary.json`, `train --json`) holds for each optimisation whether it was requested, whether it is
+active, and the reason where it is not; a default that can have no effect here is not counted as a request. After a
+profiled window it holds the evidence: *shown*, *absent*, or *unknown* where the trace lacks the records that tell.
+
+**Numerics** says what the optimisation may do to the numbers, and so which gate it must pass: *exact*, the same bits;
+*round-off*, another order or rounding of the same arithmetic; *statistical*, another arithmetic, whose training must be
+as good. **Treats** are the classes of the account (`docs/account.md`) whose time it can reduce.
+"""
+
+
+def render() -> str:
+    """The text of the page."""
+    table = [
+        "| optimisation | field | numerics | treats |",
+        "|---|---|---|---|",
+        *(
+            f"| [`{one.name}`](#{one.name}) | `{one.field}` | {one.numerics} | {_names(one.treats)} |"
+            for one in catalogue()
+        ),
+    ]
+    return "\n".join([_INTRODUCTION, *table, "", *("\n".join(_section(one)) for one in catalogue())])
+
+
+def _section(one: Optimisation) -> Iterator[str]:
+    yield f"## {one.name}\n"
+    yield f"{one.summary[0].upper()}{one.summary[1:]}.\n"
+    yield f"* Requested by `{one.field}`."
+    yield f"* Numerics: {one.numerics}."
+    yield f"* Treats {_names(one.treats)}."
+    yield f"* Knobs: {'; '.join(map(_knob, one.knobs)) or 'none'}."
+    if one.requires:
+        yield f"* Requires: {' '.join(rule.doc for rule in one.requires)}"
+    if one.conflicts:
+        yield f"* Excludes {_names(one.conflicts)}."
+    if one.capability is not None:
+        yield f"* Needs the capability `{one.capability}` (`drivetrain doctor`)."
+    yield f"* Evidence: {one.evidence_rule}."
+    yield f"* Expected gain: {'computed from the account' if one.predict is not None else 'no model of it yet'}."
+    yield f"* Sources: {'; '.join(one.sources)}.\n"
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _knob(knob: Knob) -> str:
+    kind = "whole numbers" if knob.whole else "numbers"
+    return f"`{knob.field}`, {kind} from {knob.low:g} to {knob.high:g} on a {knob.scale} scale"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PATH
+    path.write_text(render(), encoding="utf-8")
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,64 @@
+"""``drivetrain catalogue``: the optimisations there are, and all that is known of one."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from drivetrain.catalogue import Knob, Optimisation
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("catalogue")(catalogue)
+
+
+def catalogue(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Only this one, with everything about it.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """The optimisations: what requests them, what they may do to the numbers, what time they can save.
+
+    Example: drivetrain catalogue compile
+    """
+    from drivetrain.catalogue import catalogue, entry
+    from drivetrain.cli.output import show_document
+
+    entries = catalogue() if name is None else (entry(name),)
+    if json:
+        show_document({"optimisations": [one.to_document() for one in entries]})
+    elif name is None:
+        _list(entries)
+    else:
+        _show(entries[0])
+
+
+def _list(entries: "tuple[Optimisation, ...]") -> None:
+    for one in entries:
+        typer.echo(f"{one.name:<14} {one.field:<24} {one.numerics:<12} {one.summary}")
+        typer.echo(f"{'':<14} treats {', '.join(one.treats)}")
+
+
+def _show(one: "Optimisation") -> None:
+    typer.echo(f"{one.name}: {one.summary}")
+    for label, text in (
+        ("field", one.field),
+        ("numerics", one.numerics),
+        ("treats", ", ".join(one.treats)),
+        ("knobs", "; ".join(map(_knob, one.knobs)) or "none"),
+        ("requires", " ".join(rule.doc for rule in one.requires) or "nothing of other fields"),
+        ("excludes", ", ".join(one.conflicts) or "none"),
+        ("capability", one.capability or "none"),
+        ("evidence", one.evidence_rule),
+        ("expected gain", "computed from the account" if one.predict is not None else "no model of it yet"),
+        ("sources", "; ".join(one.sources)),
+    ):
+        typer.echo(f"  {label:<14} {text}")
+
+
+def _knob(knob: "Knob") -> str:
+    return f"{knob.field} from {knob.low:g} to {knob.high:g}{' (whole numbers)' if knob.whole else ''}"

@@ -1,4 +1,4 @@
-"""``drivetrain compare RUN RUN...``: five dimensions side by side, and only what differs."""
+"""``drivetrain compare RUN RUN...``: five dimensions side by side, what differs, and the convergence gate."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -6,6 +6,7 @@ import typer
 
 from drivetrain.cli.output import show_document
 from drivetrain.cli.runs import AsJson, RunsDir, print_table
+from drivetrain.errors import DrivetrainError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,15 +25,40 @@ def _compare(
         ),
     ],
     runs_dir: RunsDir = "runs",
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Whether the second run trains as the first one does (two runs).")
+    ] = False,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIER",
+            help="exact, round-off or statistical, instead of what the catalogue says (--gate).",
+        ),
+    ] = None,
+    run_missing: Annotated[
+        bool, typer.Option("--run-missing", help="Train the runs that the gate lacks (--gate).")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare runs with the first one: five dimensions, configuration, environment.
 
-    Example: drivetrain compare baseline latest
+    With --gate the answer is the convergence gate's: exit code 0 for a pass, 1 for fail, suspicious or inconclusive,
+    2 where the runs are not comparable.
+
+    Example: drivetrain compare baseline latest --gate
     """
     from drivetrain.archive.compare import compare_runs
     from drivetrain.archive.listing import resolve_run
 
+    if gate:
+        from drivetrain.cli.gate import run_compare_gate
+
+        raise typer.Exit(
+            run_compare_gate(references, runs_dir, tier, run_missing=run_missing, as_json=as_json)
+        )
+    for option, given in (("--tier", tier is not None), ("--run-missing", run_missing)):
+        if given:
+            raise DrivetrainError(f"{option} belongs to the gate; add --gate, or drop {option}")
     comparison = compare_runs([resolve_run(reference, runs_dir) for reference in references])
     if as_json:
         show_document(comparison.document())

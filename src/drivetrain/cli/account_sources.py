@@ -23,7 +23,7 @@ from drivetrain.trace.table import Trace
 if TYPE_CHECKING:  # Traces alone need no schema, which costs as much as an account from the cache.
     from drivetrain.config import ModelConfig
 
-__all__ = ["Figures", "kernels_of", "make_account", "timeline_target"]
+__all__ = ["Figures", "first_trace", "kernels_of", "make_account", "run_of", "timeline_target"]
 
 _SUFFIXES = (".json", ".json.gz")
 
@@ -135,6 +135,31 @@ def kernels_of(sources: Sequence[str], *, count: int, figures: Figures, rules: s
         ceiling=None if ceiling is None else ceiling.value,
     )
     return f"\nkernels of {path.name}\n{text}"
+
+
+def first_trace(sources: Sequence[str]) -> Trace:
+    """The first trace of ``sources`` that can be read: rank 0's, where the names say the ranks.
+
+    Raises:
+        DataError: none of them is a trace.
+    """
+    run = _run_of(sources)
+    paths = _window_of(run) if run is not None else _files_of(sources)
+    for path in paths[:-1]:
+        try:
+            return read_trace(path)
+        except DataError:
+            continue  # The account has said that it passes this one over, or refused it.
+    return read_trace(paths[-1])
+
+
+def run_of(sources: Sequence[str]) -> Run | None:
+    """The run that is meant, if the one source is a run directory.
+
+    Raises:
+        DrivetrainError: a run among other sources.
+    """
+    return _run_of(sources)
 
 
 def timeline_target(path: str, sources: Sequence[str]) -> Path:

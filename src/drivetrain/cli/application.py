@@ -22,6 +22,7 @@ VERBS = (
     "train",
     "profile",
     "account",
+    "diagnose",
     "generate",
     "runs",
     "compare",

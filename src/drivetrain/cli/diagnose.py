@@ -1,0 +1,90 @@
+"""``drivetrain diagnose``: what is lost, ranked, with evidence and remedies."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from drivetrain.diagnose import Diagnosis
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("diagnose")(diagnose)
+
+
+def diagnose(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN|TRACE...", help="A run with a profile, traces, or a folder of traces."),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Preset or TOML of the model, for MFU points of foreign traces."),
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option("--tokens-per-step", min=1, help="Tokens of a step over all devices.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Row of the hardware table whose peak MFU is counted against."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Dtype of the peak.  [default: the run's; bf16 for foreign traces]"),
+    ] = None,
+    peak_flops: Annotated[
+        float | None, typer.Option("--peak-flops", min=1, help="Your own peak, FLOP/s.")
+    ] = None,
+    achievable_flops: Annotated[
+        float | None, typer.Option("--achievable-flops", min=1, help="Sustained matrix product, FLOP/s.")
+    ] = None,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option("--expect", help="As for `account`: flash, bf16, ... (repeatable)."),
+    ] = None,
+    rules: Annotated[
+        str | None, typer.Option("--rules", help="TOML of your own kernel-name rules, asked before ours.")
+    ] = None,
+    fail_above: Annotated[
+        float | None,
+        typer.Option("--fail-above", min=0, help="Exit with 1 if a loss takes more MFU points than this."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Say what a job loses: ranked findings with cost, evidence, and what the catalogue has against them.
+
+    Example: drivetrain diagnose runs/20261129-141503-llama-10m-3f2a --fail-above 10
+    """
+    from drivetrain.cli.account_sources import Figures
+    from drivetrain.cli.diagnose_sources import facts_of
+    from drivetrain.cli.output import show_document
+    from drivetrain.diagnose import diagnose as diagnosed
+
+    figures = Figures(model, tokens_per_step, device, dtype, peak_flops, achievable_flops)
+    found = diagnosed(facts_of(sources, figures=figures, rules=rules, expected=expect or ()))
+    if json:
+        show_document(found.to_document())
+    else:
+        from drivetrain.report.diagnosis_text import diagnosis_text
+
+        typer.echo(diagnosis_text(found))
+    if fail_above is not None:
+        _judge(found, fail_above)
+
+
+def _judge(found: "Diagnosis", most: float) -> None:
+    """Exit with 1 if a loss exceeds ``most`` MFU points; without points there is no answer."""
+    from drivetrain.errors import DrivetrainError
+
+    worst = found.worst_points
+    if worst is None:
+        raise DrivetrainError(
+            f"--fail-above {most:g} cannot be judged without MFU points: {found.mfu_reason or 'no reason is known'}"
+        )
+    if worst > most:
+        largest = max(found.of("loss"), key=lambda finding: finding.points or 0.0)
+        typer.echo(f"{largest.subject} takes {worst:.1f} points, more than {most:g}", err=True)
+        raise typer.Exit(1)

@@ -1,0 +1,64 @@
+"""What ``drivetrain diagnose`` looks at: the account, the run behind it, and the first trace's waits."""
+
+from collections.abc import Sequence
+
+from drivetrain.archive.optimisations import records_of
+from drivetrain.archive.reader import Run
+from drivetrain.cli.account_sources import Figures, first_trace, make_account, run_of
+from drivetrain.config import LaunchFacts
+from drivetrain.diagnose import Facts
+from drivetrain.diagnose.rules.fallbacks import ENTRY_OF_WORD
+from drivetrain.trace.classify import Classification, classify
+from drivetrain.trace.expectations import expected_findings
+from drivetrain.trace.name_table import NameTable
+from drivetrain.trace.synchronisation import synchronisations
+from drivetrain.trace.table import Trace
+
+__all__ = ["facts_of"]
+
+
+def facts_of(
+    sources: Sequence[str], *, figures: Figures, rules: str | None, expected: Sequence[str]
+) -> Facts:
+    """Everything the rules need of a run, or of traces.
+
+    Raises:
+        DrivetrainError: as for an account.
+    """
+    account, title = make_account(
+        sources, step_window="device", figures=figures, rules=rules, expected=expected
+    )
+    run = run_of(sources)
+    trace = first_trace(sources)
+    table = NameTable.load(user_file=rules)
+    classes = classify(trace, table)
+    in_use, ruled_out = _shown(trace, classes) if run is None else (frozenset[str](), {})
+    return Facts(
+        account=account,
+        subject=title.removeprefix("Account of "),
+        config=None if run is None else run.config(),
+        launch=None if run is None else _launch_of(run),
+        records=() if run is None else records_of(run),
+        in_use=in_use,
+        ruled_out=ruled_out,
+        waits=synchronisations(trace, classes, rules=table),
+        waits_source="trace" if trace.rank is None else f"trace of rank {trace.rank}",
+    )
+
+
+def _launch_of(run: Run) -> LaunchFacts:
+    size = run.manifest["layout"].get("world_size")
+    return LaunchFacts(world_size=int(size) if size is not None else 1)
+
+
+def _shown(trace: Trace, classes: Classification) -> tuple[frozenset[str], dict[str, str]]:
+    """Entries that a foreign trace shows in use, and those it rules out: no remedies, although nobody says what was
+    set."""
+    in_use, ruled_out = set(), {}
+    for word, entry in ENTRY_OF_WORD.items():
+        findings = expected_findings(trace, classes, (word.replace("_", "-"),))
+        if not findings:
+            in_use.add(entry)
+        elif findings[0].id == "expected_fused_optimizer_unknown":
+            ruled_out[entry] = "no update was recorded"
+    return frozenset(in_use), ruled_out

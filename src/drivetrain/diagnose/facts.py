@@ -1,0 +1,89 @@
+"""Everything the rules may look at, and the mean step their costs are of."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.measure.account import Account
+from drivetrain.measure.optimisation import OptimisationRecord
+from drivetrain.trace.synchronisation import Synchronisations
+
+__all__ = ["Facts", "MeanWindow"]
+
+
+@dataclass(frozen=True)
+class MeanWindow:
+    """The mean over ranks of their mean steady step (of their whole traces where a rank has no steps)."""
+
+    window_ns: float
+    classes: Mapping[str, float]
+    """Class → ns; ``unexplained`` among them."""
+    is_step: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The input of a diagnosis.
+
+    Attributes:
+        account: of the run's newest window, or of the traces.
+        subject: what it is of, in words.
+        config: of a run of ours; None for foreign traces, whose settings are unknown.
+        launch: how the run was started; None with `config`.
+        records: the run's optimisation records.
+        in_use: names of catalogue entries that the records of a foreign trace show in use.
+        ruled_out: names of entries that cannot help a foreign trace's job → why.
+        waits: synchronisation points of one rank; None where they were not looked for.
+        waits_source: whose they are, in words.
+    """
+
+    account: Account
+    subject: str
+    config: RunConfig | None = None
+    launch: LaunchFacts | None = None
+    records: tuple[OptimisationRecord, ...] = ()
+    in_use: frozenset[str] = frozenset()
+    ruled_out: Mapping[str, str] = field(default_factory=dict)
+    waits: Synchronisations | None = None
+    waits_source: str = ""
+
+    @cached_property
+    def mean(self) -> MeanWindow:
+        """What costs are a part of. The same windows as the waterfall's."""
+        ranks = self.account.ranks
+        is_step = all(rank.steps for rank in ranks)
+        times, sums = [], []
+        for rank in ranks:
+            windows = [step.window for step in rank.steady_steps] if is_step else [rank.whole]
+            times.append(statistics.fmean(window.window_ns for window in windows))
+            columns = [{**window.classes, "unexplained": window.unexplained_ns} for window in windows]
+            names = dict.fromkeys(name for column in columns for name in column)
+            sums.append({name: statistics.fmean(column.get(name, 0) for column in columns) for name in names})
+        names = dict.fromkeys(name for column in sums for name in column)
+        classes = {name: statistics.fmean(column.get(name, 0.0) for column in sums) for name in names}
+        return MeanWindow(statistics.fmean(times), {name: ns for name, ns in classes.items() if ns}, is_step)
+
+    @property
+    def has_points(self) -> bool:
+        """Whether losses can be given in MFU points."""
+        drawn = self.account.waterfall
+        return drawn is not None and drawn.unit == "mfu_points"
+
+    @property
+    def no_points(self) -> Mapping[str, str]:
+        """Why there are no MFU points, as ``Finding.unknown`` holds it; empty where there are."""
+        drawn = self.account.waterfall
+        if self.has_points:
+            return {}
+        reason = None if drawn is None else drawn.reason
+        return {"points": reason or "the window has no length"}
+
+    def points_of(self, cost_ns: float) -> float | None:
+        """MFU points of time in which no model FLOPs are done; None without a peak or FLOPs."""
+        return 100 * cost_ns / self.mean.window_ns if self.has_points else None
+
+    def share_of(self, cost_ns: float) -> float:
+        """Of the mean step."""
+        return cost_ns / self.mean.window_ns if self.mean.window_ns else 0.0

@@ -1,0 +1,50 @@
+"""Ranks that arrive last at collectives, and what waiting for them costs the others."""
+
+from collections.abc import Iterator
+
+from drivetrain.diagnose.facts import Facts
+from drivetrain.diagnose.finding import Evidence, Finding
+from drivetrain.diagnose.rule import Rule
+
+__all__ = ["RULE"]
+
+
+def _detect(facts: Facts) -> Iterator[Finding]:
+    waiting = [
+        name for name in facts.mean.classes if name.startswith("communication.") and name.endswith(".wait")
+    ]
+    for straggler in facts.account.stragglers:
+        cost = straggler.cost_ns_per_step
+        evidence = [
+            Evidence(
+                f"last at {straggler.times_last} of {straggler.collectives} matched collectives",
+                "account, across ranks",
+            )
+        ]
+        for verdict in facts.account.verdicts:
+            if verdict.late_rank == straggler.rank and verdict.losses:
+                words = ", ".join(loss.replace("_", " ") for loss in verdict.losses)
+                evidence.append(
+                    Evidence(f"{words} in {verdict.kind} of group {verdict.group}", "account, across ranks")
+                )
+        yield Finding(
+            rule="late_ranks",
+            kind="loss",
+            subject=f"rank {straggler.rank}",
+            cause="the other ranks wait for it",
+            cost_ns=cost,
+            points=facts.points_of(cost),
+            share=facts.share_of(cost),
+            evidence=tuple(evidence),
+            no_remedy="no entry of the catalogue treats a late rank: look at that rank's own account",
+            part_of=waiting[0] if len(waiting) == 1 else "communication",
+            unknown=facts.no_points,
+        )
+
+
+RULE = Rule(
+    name="late_ranks",
+    summary="one rank that the others wait for",
+    needs="traces of several ranks on aligned clocks",
+    detect=_detect,
+)

@@ -1,0 +1,59 @@
+"""Optimisations that were requested and are not in effect."""
+
+from collections.abc import Iterator
+
+from drivetrain.catalogue import catalogue
+from drivetrain.diagnose.facts import Facts
+from drivetrain.diagnose.finding import Evidence, Finding
+from drivetrain.diagnose.rule import Rule
+from drivetrain.measure.optimisation import OptimisationRecord
+
+__all__ = ["RULE"]
+
+
+def _detect(facts: Facts) -> Iterator[Finding]:
+    for record in facts.records:
+        if record.without_effect:
+            yield _finding(facts, record)
+
+
+def _finding(facts: Facts, record: OptimisationRecord) -> Finding:
+    value = str(record.value).lower() if isinstance(record.value, bool) else record.value
+    what = "does not show in the profiled steps" if record.active else "is not in effect"
+    evidence = []
+    if record.reason is not None:
+        evidence.append(Evidence(record.reason, "optimisation record"))
+    if record.evidence is not None:
+        evidence.append(Evidence(f"{record.evidence.kind}: {record.evidence.why}", "profiled window"))
+    treated = _treated_ns(facts, record.name)
+    if treated:
+        text = f"what it treats takes {treated / 1e6:.3f} ms of {facts.mean.window_ns / 1e6:.3f} ms"
+        evidence.append(Evidence(text, "account"))
+    return Finding(
+        rule="without_effect",
+        kind="not_in_effect",
+        subject=record.name,
+        cause=f"{record.field} = {value} was requested and {what}",
+        evidence=tuple(evidence),
+        unknown={
+            "cost_ns": "what it would have saved was not measured",
+            "points": "what it would have saved was not measured",
+        },
+    )
+
+
+def _treated_ns(facts: Facts, name: str) -> float:
+    treats = next((entry.treats for entry in catalogue() if entry.name == name), ())
+    return sum(
+        ns
+        for one, ns in facts.mean.classes.items()
+        if any(one == treated or one.startswith(f"{treated}.") for treated in treats)
+    )
+
+
+RULE = Rule(
+    name="without_effect",
+    summary="requested optimisations that were not put into effect, or whose effect the records contradict",
+    needs="optimisation records of a run",
+    detect=_detect,
+)

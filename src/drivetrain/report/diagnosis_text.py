@@ -1,0 +1,92 @@
+"""A diagnosis for a terminal: what is not in effect, the losses with the largest first, what cannot be said."""
+
+from collections.abc import Iterator, Sequence
+
+from drivetrain.diagnose import LEAST_SHARE, Diagnosis, Finding, Remedy
+from drivetrain.diagnose.remedies import UNKNOWN_SETTINGS
+
+__all__ = ["diagnosis_text"]
+
+_MOST = 10
+_INDENT = " " * 31
+
+
+def diagnosis_text(diagnosis: Diagnosis) -> str:
+    """The whole text."""
+    lines = [f"Diagnosis of {diagnosis.subject}", *_head(diagnosis)]
+    for title, kind in (
+        ("asked for, and not in effect", "not_in_effect"),
+        ("figures that cannot be relied on", "withheld"),
+    ):
+        found = [finding for finding in diagnosis.findings if finding.kind == kind]
+        if found:
+            lines += ["", title]
+        for finding in found:
+            lines.append(f"  {finding.subject}: {finding.cause}")
+            lines += [f"      {one.text} ({one.source})" for one in finding.evidence]
+    return "\n".join([*lines, "", *_losses(diagnosis)])
+
+
+def _head(diagnosis: Diagnosis) -> Iterator[str]:
+    unit = "ms a step" if diagnosis.is_step else "ms, no steps found"
+    mfu = "" if diagnosis.mfu is None else f", MFU {diagnosis.mfu:.1f}"
+    yield f"{diagnosis.window}: {diagnosis.mean_ns / 1e6:,.1f} {unit}{mfu}"
+    if diagnosis.mfu_reason is not None:
+        yield diagnosis.mfu_reason
+
+
+def _losses(diagnosis: Diagnosis) -> Iterator[str]:
+    losses = diagnosis.of("loss")
+    if not losses:
+        yield f"no loss of {LEAST_SHARE:.0%} of a step or more was found"
+    else:
+        yield f"losses, largest first; below {LEAST_SHARE:.0%} of a step nothing is claimed"
+        # The columns of the rows below.
+        yield f"  {'ms':>9} {'points':>8} {'share':>7}"
+    for finding in losses[:_MOST]:
+        yield from _loss(finding)
+    if len(losses) > _MOST:
+        yield f"  and {len(losses) - _MOST} more, all in --json"
+    yield from _said_once(losses)
+    whole = [finding for finding in diagnosis.small if finding.part_of is None]
+    if whole:
+        share = sum(finding.share or 0.0 for finding in whole)
+        yield f"  {len(whole)} smaller classes, {share:.1%} together"
+
+
+def _said_once(losses: Sequence[Finding]) -> Iterator[str]:
+    """What holds for several rows."""
+    hints = dict.fromkeys(one.text for finding in losses for one in finding.evidence if one.source == "hint")
+    yield from (f"  {hint}" for hint in hints)
+    if any(remedy.note == UNKNOWN_SETTINGS for finding in losses for remedy in finding.remedies):
+        yield "  the settings of these traces are unknown: what is proposed may be in use already"
+
+
+def _loss(finding: Finding) -> Iterator[str]:
+    cost = "?" if finding.cost_ns is None else f"{finding.cost_ns / 1e6:,.2f}"
+    points = "-" if finding.points is None else f"{finding.points:.1f}"
+    share = "?" if finding.share is None else f"{finding.share:.1%}"
+    part = "" if finding.part_of is None else f" (part of {finding.part_of})"
+    yield f"  {cost:>9} {points:>8} {share:>7}  {finding.subject}: {finding.cause}{part}"
+    if finding.rule != "account_classes":
+        # A class's own evidence is the row itself; a hint is said once, below.
+        yield from (f"{_INDENT}{one.text} ({one.source})" for one in finding.evidence if one.source != "hint")
+    if finding.remedies:
+        yield f"{_INDENT}try {', '.join(map(_remedy, finding.remedies))}"
+    elif finding.part_of is None and finding.no_remedy is not None:
+        yield f"{_INDENT}{finding.no_remedy}"
+
+
+def _remedy(remedy: Remedy) -> str:
+    changes = (
+        remedy.field
+        if remedy.change is None
+        else " ".join(f"{leaf}={_written(value)}" for leaf, value in remedy.change.items())
+    )
+    bound = "" if remedy.ratio is None else f", at most {remedy.ratio:.2f}x"
+    note = "" if remedy.note in (None, UNKNOWN_SETTINGS) else f", {remedy.note}"
+    return f"{remedy.name} ({changes}{bound}{note})"
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,56 @@
+"""A short run of a longer configuration: the overrides that make it the beginning of the long one."""
+
+from typing import Any
+
+from drivetrain.config import RunConfig, decay_tokens, leaves, num_microbatches
+from drivetrain.measure.clock import WARMUP_STEPS
+
+__all__ = ["as_override", "prefetched_steps", "short_run", "steps_to_run"]
+
+_COMPILE_STEPS = 3
+"""Steps that torch.compile may take for further shapes, on top of the warm-up."""
+
+
+def as_override(leaf: str, value: Any) -> str:
+    """``section.field=value`` in the form that the command line reads back to ``value``."""
+    if value is None:
+        return f"{leaf}=none"
+    if isinstance(value, bool):
+        return f"{leaf}={'true' if value else 'false'}"
+    if isinstance(value, str):
+        plain = leaves()[leaf].kind in ("text", "choice") and value == value.strip() and value != "none"
+        if plain and value[:1] not in ("", '"', "'"):
+            return f"{leaf}={value}"
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'{leaf}="{escaped}"'
+    return f"{leaf}={value!r}"
+
+
+def short_run(config: RunConfig, steps: int) -> list[str]:
+    """Overrides for a run of ``steps`` steps at the learning rates with which the run of ``config`` begins.
+
+    It is not evaluated, not profiled, and logs each step.
+    """
+    overrides = [
+        f"training.train_iters={steps}",
+        "training.eval_iters=0",
+        "training.eval_interval=0",
+        "checkpoint.save_interval=0",
+        "profiler.profile=false",
+        "monitor.log_interval=1",
+    ]
+    if config.lr_schedule.lr_decay_style != "constant":
+        overrides.append(f"lr_schedule.lr_decay_tokens={decay_tokens(config)}")
+    return overrides
+
+
+def prefetched_steps(config: RunConfig, world_size: int) -> int:
+    """Steps that workers can have ready before the first one begins: their times say nothing of the steady state."""
+    ready = config.data.num_workers * config.data.prefetch_factor if config.data.num_workers else 0
+    return -(-ready // num_microbatches(config, world_size))
+
+
+def steps_to_run(config: RunConfig, world_size: int, measured: int) -> int:
+    """Steps of a run of which at least ``measured`` are neither warm-up, nor compile, nor prefetched."""
+    compiling = _COMPILE_STEPS if config.fusion.compile else 0
+    return WARMUP_STEPS + prefetched_steps(config, world_size) + compiling + measured

@@ -1,0 +1,316 @@
+"""A trial: a parent and one declared change, in blocks A B B A, each a process of its own.
+
+Whatever happens to a block is a result. The decision is :mod:`drivetrain.tune.trial_statistics`'.
+"""
+
+import shutil
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain.archive.reader import open_run
+from drivetrain.config import load_config, tokens_per_step
+from drivetrain.tune.short_run import prefetched_steps, short_run, steps_to_run
+from drivetrain.tune.trainer import Attempt, Outcome, Trainer
+from drivetrain.tune.trial_statistics import Judgement, Noise, judge, noise_of
+
+__all__ = ["Block", "TrialResult", "TrialSettings", "run_trial"]
+
+Side = Literal["A", "B"]
+_UNIT: tuple[Side, ...] = ("A", "B", "B", "A")
+_WORST: tuple[Outcome, ...] = (
+    "out_of_memory",
+    "hang",
+    "crash",
+    "diverged",
+    "refused",
+    "interrupted",
+    "finished",
+)
+_PATIENCE_S = 300.0
+"""What a candidate may take longer than five times its parent: torch.compile's first run."""
+
+
+@dataclass(frozen=True)
+class TrialSettings:
+    """How a trial is run; declared before it starts.
+
+    Attributes:
+        steps: measured steps of a block.
+        looks: units of A B B A after which it is judged, increasing.
+        confidence: of the interval, over all looks together.
+    """
+
+    steps: int = 12
+    looks: tuple[int, ...] = (1, 2)
+    confidence: float = 0.95
+
+    def __post_init__(self) -> None:
+        assert self.steps >= 1
+        assert self.looks == tuple(sorted(set(self.looks)))
+        assert self.looks[0] >= 1
+        assert 0 < self.confidence < 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """One process of a trial.
+
+    Attributes:
+        side: A, the parent, or B, the candidate.
+        run: its run directory; None where it did not come so far.
+        outcome: how it ended.
+        message: why, where it did not finish.
+        steps: measured steps: neither tagged (warm-up, compile, …) nor fed from what workers had ready at the start.
+        step_s: median of them; None where there are none.
+        mean_step_s: their mean.
+        tokens_per_second: tokens of a step over ``step_s``.
+        peak_memory_bytes: of the run.
+        elapsed_s: of the process.
+    """
+
+    side: Side
+    run: str | None
+    outcome: Outcome
+    message: str
+    steps: int
+    step_s: float | None
+    mean_step_s: float | None
+    tokens_per_second: float | None
+    peak_memory_bytes: int | None
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial found.
+
+    Attributes:
+        blocks: in the order they ran.
+        outcome: the worst of them.
+        judgement: None where a block did not finish, or gave no figure.
+        faster: whether the candidate is faster by what counts.
+        why: in words.
+        memory_bytes: median peak memory of the candidate's blocks minus that of the parent's; None: unknown.
+        noise: of the parent's blocks.
+    """
+
+    blocks: tuple[Block, ...]
+    outcome: Outcome
+    judgement: Judgement | None
+    faster: bool
+    why: str
+    memory_bytes: int | None
+    noise: Noise = field(default_factory=Noise)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall time of all blocks."""
+        return sum(block.elapsed_s for block in self.blocks)
+
+    def speeds(self, side: Side) -> list[float]:
+        """Tokens per second of a side's blocks."""
+        return [
+            block.tokens_per_second
+            for block in self.blocks
+            if block.side == side and block.tokens_per_second is not None
+        ]
+
+    def to_document(self) -> dict[str, Any]:
+        """What the state of a tune keeps of it."""
+        judgement = self.judgement
+        return {
+            "blocks": [asdict(block) for block in self.blocks],
+            "outcome": self.outcome,
+            "state": None if judgement is None else judgement.state,
+            "measured": None if judgement is None else judgement.measured.to_document(),
+            "least_effect": None if judgement is None else judgement.least_effect,
+            "faster": self.faster,
+            "why": self.why,
+            "memory_bytes": self.memory_bytes,
+            "noise": asdict(self.noise),
+        }
+
+
+def run_trial(
+    parent: Path,
+    candidate: Path,
+    *,
+    trainer: Trainer,
+    runs_dir: Path,
+    name: str,
+    settings: TrialSettings | None = None,
+    world_size: int = 1,
+    noise: Noise | None = None,
+    must_be_active: str | None = None,
+    parent_option: bool = True,
+    progress: Callable[[str], None] = lambda _message: None,
+) -> TrialResult:
+    """Measure ``candidate`` against ``parent``, two whole configurations in files.
+
+    Args:
+        runs_dir: archive of the blocks' runs. Their checkpoints are removed.
+        name: of the runs, with ``-a`` or ``-b`` added.
+        settings: how; by default one unit, and a second where the first decides nothing.
+        noise: of earlier blocks of unchanged configurations, for the least effect.
+        must_be_active: name of the catalogue's entry that the change requests; a candidate in which it had no effect
+            is not worth more blocks.
+        parent_option: give candidates the parent's run as ``--parent``.
+        progress: told what happens.
+
+    Raises:
+        ConfigurationError: a file is no configuration.
+    """
+    settings = TrialSettings() if settings is None else settings
+    sides = {"A": _side(parent, settings, world_size), "B": _side(candidate, settings, world_size)}
+    blocks: list[Block] = []
+    judgement: Judgement | None = None
+    earlier = Noise() if noise is None else noise
+    for look, units in enumerate(settings.looks):
+        while len(blocks) < units * len(_UNIT):
+            side = _UNIT[len(blocks) % len(_UNIT)]
+            options = []
+            first_run = next((block.run for block in blocks if block.side == "A"), None)
+            if side == "B" and parent_option and first_run is not None:
+                options = ["--parent", first_run]
+            attempt = trainer.train(
+                sides[side].config,
+                [*sides[side].overrides, f"run.runs_dir={runs_dir}", f"run.name={name}-{side.lower()}"],
+                options=options,
+                world_size=world_size,
+                timeout_s=_longest(blocks) if side == "B" else None,
+            )
+            block = _block(side, attempt, sides[side])
+            blocks.append(block)
+            progress(_said(block, len(blocks), settings.looks[-1] * len(_UNIT)))
+            why = _failure(block) or (_without_effect(attempt, must_be_active) if side == "B" else None)
+            if why is not None:
+                return _failed(blocks, why)
+        speeds = [block.tokens_per_second for block in blocks if block.tokens_per_second is not None]
+        order = "".join(block.side for block in blocks)
+        own = noise_of([speed for side, speed in zip(order, speeds, strict=True) if side == "A"])
+        judgement = judge(
+            order,
+            speeds,
+            looks=len(settings.looks),
+            confidence=settings.confidence,
+            noise=earlier + own,
+        )
+        if judgement.state != "undecided":
+            break
+        if look + 1 < len(settings.looks):
+            progress(f"undecided, {settings.looks[look + 1] - units} more x A B B A: {judgement.why}")
+    assert judgement is not None
+    return _finished(blocks, judgement, own)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """One side: its file, its overrides, and which of its steps count."""
+
+    config: Path
+    overrides: Sequence[str]
+    skipped: int
+    tokens: int
+
+
+def _side(path: Path, settings: TrialSettings, world_size: int) -> _Prepared:
+    config = load_config(str(path)).config
+    steps = steps_to_run(config, world_size, settings.steps)
+    return _Prepared(
+        path, short_run(config, steps), prefetched_steps(config, world_size), tokens_per_step(config)
+    )
+
+
+def _block(side: Side, attempt: Attempt, prepared: _Prepared) -> Block:
+    times: list[float] = []
+    memory = None
+    outcome, message = attempt.outcome, attempt.message
+    if attempt.run is not None:
+        shutil.rmtree(attempt.run / "checkpoints", ignore_errors=True)
+    if outcome == "finished":
+        assert attempt.run is not None
+        clean = [line for line in open_run(attempt.run).metrics() if not line["tags"]]
+        times = [float(line["time/step_s"]) for line in clean[prepared.skipped :]]
+        memory = (attempt.summary or {}).get("peak_memory_bytes")
+    median = statistics.median(times) if times else None
+    return Block(
+        side=side,
+        run=None if attempt.run is None else str(attempt.run),
+        outcome=outcome,
+        message=message,
+        steps=len(times),
+        step_s=median,
+        mean_step_s=statistics.fmean(times) if times else None,
+        tokens_per_second=None if median is None else prepared.tokens / median,
+        peak_memory_bytes=None if memory is None else int(memory),
+        elapsed_s=attempt.elapsed_s,
+    )
+
+
+def _longest(blocks: Sequence[Block]) -> float:
+    """Seconds after which a candidate is called a hang: a gain is out of reach long before."""
+    return 5 * max(block.elapsed_s for block in blocks if block.side == "A") + _PATIENCE_S
+
+
+def _failure(block: Block) -> str | None:
+    who = "the candidate" if block.side == "B" else "the parent itself"
+    if block.outcome != "finished":
+        return f"{who}: {block.outcome.replace('_', ' ')}: {block.message}"
+    if block.tokens_per_second is None:
+        return f"{who} gave no figure: each of its steps was tagged (warm-up, compile)"
+    return None
+
+
+def _without_effect(attempt: Attempt, entry: str | None) -> str | None:
+    """Why the change that was asked for had no effect, by the run's own record; None where it had, or none is kept."""
+    if entry is None:
+        return None
+    records: Sequence[Mapping[str, Any]] = (attempt.summary or {}).get("optimisations") or ()
+    for record in records:
+        if record.get("name") == entry and record.get("requested") and not record.get("active"):
+            return f"without effect: {record.get('reason') or 'the run does not say why'}"
+    return None
+
+
+def _failed(blocks: Sequence[Block], why: str) -> TrialResult:
+    worst = min((block.outcome for block in blocks), key=_WORST.index)
+    return TrialResult(tuple(blocks), worst, None, False, why, _memory(blocks))
+
+
+def _finished(blocks: Sequence[Block], judgement: Judgement, noise: Noise) -> TrialResult:
+    faster, why = judgement.state == "faster", judgement.why
+    means = {side: [one.mean_step_s or 0.0 for one in blocks if one.side == side] for side in _UNIT}
+    tokens = {
+        side: [(one.tokens_per_second or 0.0) * (one.step_s or 0.0) for one in blocks if one.side == side]
+        for side in _UNIT
+    }
+    by_means = (sum(tokens["B"]) / sum(means["B"])) / (sum(tokens["A"]) / sum(means["A"]))
+    if faster and by_means <= 1:
+        faster = False
+        why += f"; but not by the mean of all its steps ({by_means:.3f}x): some are so slow that the gain is gone"
+    return TrialResult(tuple(blocks), "finished", judgement, faster, why, _memory(blocks), noise)
+
+
+def _memory(blocks: Sequence[Block]) -> int | None:
+    peaks = {
+        side: [
+            one.peak_memory_bytes for one in blocks if one.side == side and one.peak_memory_bytes is not None
+        ]
+        for side in _UNIT
+    }
+    if not peaks["A"] or not peaks["B"]:
+        return None
+    return int(statistics.median(peaks["B"]) - statistics.median(peaks["A"]))
+
+
+def _said(block: Block, number: int, most: int) -> str:
+    what = "parent" if block.side == "A" else "candidate"
+    if block.tokens_per_second is None or block.step_s is None:
+        return f"block {number} of at most {most}, {what}: {block.outcome.replace('_', ' ')}"
+    return (
+        f"block {number} of at most {most}, {what}: {block.tokens_per_second:,.0f} token/s, "
+        f"{block.step_s * 1e3:.1f} ms a step"
+    )

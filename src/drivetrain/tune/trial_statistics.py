@@ -1,0 +1,169 @@
+"""What the blocks of a trial say: a ratio of speeds with its interval, and a decision.
+
+The unit of replication is the block, one process: processes of the same configuration differ by more than their steps
+do (memory layout, thread placement), so that steps of one process are no independent observations. Formulas:
+``docs/tune.md``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from drivetrain.measure.statistics import least_effect, student_t_quantile
+
+__all__ = ["Judgement", "Noise", "SpeedRatio", "judge", "noise_of", "speed_ratio", "units_needed"]
+
+State = Literal["faster", "slower", "no gain", "undecided"]
+_MOST_UNITS = 1000
+
+
+@dataclass(frozen=True)
+class SpeedRatio:
+    """Speed of the candidate over that of its parent, above 1 is faster.
+
+    Attributes:
+        ratio: of the geometric means of the blocks' tokens per second.
+        low, high: ends of its interval.
+        deviation: standard deviation of one block, on the log scale.
+        confidence: coverage of the interval.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    deviation: float
+    confidence: float
+
+    def to_document(self) -> dict[str, Any]:
+        """``{"ratio", "low", "high", "deviation", "confidence"}``."""
+        return {
+            "ratio": self.ratio,
+            "low": self.low,
+            "high": self.high,
+            "deviation": self.deviation,
+            "confidence": self.confidence,
+        }
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How blocks of one and the same configuration differ, on the log scale: a sum of squares and its freedom."""
+
+    squares: float = 0.0
+    freedom: int = 0
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation of a block; None where nothing was repeated."""
+        return math.sqrt(self.squares / self.freedom) if self.freedom else None
+
+    def __add__(self, other: "Noise") -> "Noise":
+        return Noise(self.squares + other.squares, self.freedom + other.freedom)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is decided of a trial after one look.
+
+    Attributes:
+        state: ``faster``: the interval lies above 1 and the ratio reaches the least effect. ``slower``: it lies below
+            1. ``no gain``: it ends below the least effect. Else ``undecided``.
+        measured: the ratio.
+        least_effect: relative effect from which on one counts.
+        why: in words.
+    """
+
+    state: State
+    measured: SpeedRatio
+    least_effect: float
+    why: str
+
+
+def noise_of(blocks: Sequence[float]) -> Noise:
+    """Of blocks (tokens per second) of one configuration in one trial."""
+    logs = np.log(np.asarray(blocks, dtype=np.float64))
+    return Noise(float(((logs - logs.mean()) ** 2).sum()), len(blocks) - 1) if len(blocks) > 1 else Noise()
+
+
+def speed_ratio(order: str, speeds: Sequence[float], *, confidence: float) -> SpeedRatio:
+    """The ratio B / A of blocks run in ``order``, a multiple of ``ABBA``.
+
+    In ABBA the mean place of both sides is the same, so that a linear drift of the machine cancels in the ratio. From
+    two units on the drift is also fitted and taken out of the deviation; with a single unit that would leave one
+    degree of freedom, and the drift widens the interval instead. Student's t on the logarithms, one variance of both
+    sides.
+
+    Args:
+        order: side of each block, in time.
+        speeds: tokens per second of each block, positive.
+        confidence: of the two-sided interval.
+    """
+    assert order == "ABBA" * (len(order) // 4)
+    assert len(order) == len(speeds) >= 4
+    logs = np.log(np.asarray(speeds, dtype=np.float64))
+    places = np.arange(len(order), dtype=np.float64)
+    is_b = np.asarray([side == "B" for side in order], dtype=np.float64)
+    columns = [np.ones_like(places), is_b]
+    if len(order) >= 8:
+        columns.append(places - places.mean())
+    design = np.stack(columns, axis=1)
+    solution = np.linalg.lstsq(design, logs, rcond=None)[0]
+    residual = logs - design @ solution
+    freedom = len(order) - len(columns)
+    deviation = math.sqrt(float(residual @ residual) / freedom)
+    half = student_t_quantile((1 + confidence) / 2, freedom) * deviation * math.sqrt(4 / len(order))
+    log_ratio = float(solution[1])
+    return SpeedRatio(
+        math.exp(log_ratio), _exp(log_ratio - half), _exp(log_ratio + half), deviation, confidence
+    )
+
+
+def judge(order: str, speeds: Sequence[float], *, looks: int, confidence: float, noise: Noise) -> Judgement:
+    """Decide of the blocks so far.
+
+    Args:
+        order, speeds: see :func:`speed_ratio`.
+        looks: how many looks were declared: each has an interval at ``1 - (1 - confidence) / looks`` (Bonferroni), so
+            that looking again does not make errors more frequent.
+        confidence: over all looks together.
+        noise: of blocks of the parent, this trial's included.
+    """
+    measured = speed_ratio(order, speeds, confidence=1 - (1 - confidence) / looks)
+    deviation = noise.deviation
+    least = least_effect(deviation if deviation is not None else measured.deviation)
+    interval = f"{measured.ratio:.3f}x, {confidence:.0%} interval {measured.low:.3f} to {measured.high:.3f}"
+    if measured.low > 1 and measured.ratio >= 1 + least:
+        return Judgement("faster", measured, least, f"faster: {interval}")
+    if measured.high < 1:
+        return Judgement("slower", measured, least, f"slower: {interval}")
+    if measured.high < 1 + least:
+        return Judgement("no gain", measured, least, f"no gain of {least:.1%} or more: {interval}")
+    effect = max(abs(math.log(measured.ratio)), math.log1p(0.01))
+    units = units_needed(effect, measured.deviation, looks=looks, confidence=confidence)
+    blocks = f"about {4 * units} blocks" if units is not None else f"more than {4 * _MOST_UNITS} blocks"
+    if measured.low > 1:
+        why = f"faster, but by less than the least effect that counts here, {least:.1%}: {interval}"
+    else:
+        why = (
+            f"this machine is noisier than the effect: {interval}; blocks of the same configuration deviate by "
+            f"{measured.deviation:.1%}, and to tell {math.expm1(effect):.1%} {blocks} would be needed"
+        )
+    return Judgement("undecided", measured, least, why)
+
+
+def units_needed(effect: float, deviation: float, *, looks: int, confidence: float) -> int | None:
+    """Units of ABBA whose interval is no wider than ``effect`` (log) to each side; None: more than can be counted."""
+    for units in range(1, _MOST_UNITS + 1):
+        freedom = 2 if units == 1 else 4 * units - 3
+        quantile = student_t_quantile(1 - (1 - confidence) / looks / 2, freedom)
+        if quantile * deviation * math.sqrt(1 / units) <= effect:
+            return units
+    return None
+
+
+def _exp(value: float) -> float:
+    """``exp`` that ends at the largest float: an interval may be as wide as that."""
+    return math.exp(min(value, 700.0))

@@ -30,5 +30,5 @@ def five_dimensions(summary: Mapping[str, Any]) -> str:
     for key, why in figures.reasons.items():
         unknown.setdefault(why, []).append(key)
     lines.extend(f"{'unknown':20} {', '.join(keys)}: {why}" for why, keys in unknown.items())
-    lines.extend(f"{'ERROR':20} {finding}" for finding in summary.get("findings") or ())
+    lines.extend(f"{'finding':20} {finding}" for finding in summary.get("findings") or ())
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 import os
 
 from drivetrain.engine.capabilities import capability
-from drivetrain.engine.compilation import graphs_compiled
+from drivetrain.engine.compilation import frames_given_up, graphs_compiled
 from drivetrain.engine.optimisations.implementation import Building, Implementation, Status
 
 __all__ = ["IMPLEMENTATION"]
@@ -25,9 +25,14 @@ def _prepare(building: Building) -> Status:
 
 
 def _at_end(_building: Building) -> Status:
-    if graphs_compiled() > 0:
-        return Status(active=True)
-    return Status(active=False, reason="torch.compile has built no graph; every step ran eagerly")
+    if graphs_compiled() == 0:
+        return Status(active=False, reason="torch.compile has built no graph; every step ran eagerly")
+    given_up, tried = frames_given_up()
+    if given_up:
+        return Status(
+            active=True, reason=f"torch.compile gave up on {given_up} of {tried} pieces of code, which ran eagerly"
+        )
+    return Status(active=True)
 
 
 IMPLEMENTATION = Implementation(_prepare, stage="model", at_end=_at_end)

@@ -32,7 +32,9 @@ def thread_keys(events: EventTable, rows: NDArray[Any] | slice = slice(None)) ->
 
 def used_names(events: EventTable, rows: NDArray[Any]) -> NDArray[np.int64]:
     """Indices into ``events.names`` of the names of some rows, each once."""
-    return np.flatnonzero(np.bincount(events.name[rows], minlength=len(events.names)))
+    used = np.zeros(len(events.names), np.bool_)
+    used[events.name[rows]] = True
+    return np.flatnonzero(used)
 
 
 @dataclass(frozen=True, eq=False)

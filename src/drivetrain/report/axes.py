@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["Scale", "linear_ticks", "scale_for", "tick_words"]
 
-_LOG_FROM = 30.0
-"""A positive curve whose greatest value is so many times its least is drawn on a logarithmic scale."""
+_LOG_FROM = math.log10(30.0)
+"""A positive curve whose greatest value is 30 times its least is drawn on a logarithmic scale."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Scale:
     def share(self, value: float) -> float:
         """Place of ``value``, held inside 0..1."""
         if self.logarithmic:
-            value = max(value, self.low)
-            share = math.log(value / self.low) / math.log(self.high / self.low)
+            low, high = math.log10(self.low), math.log10(self.high)
+            share = (math.log10(max(value, self.low)) - low) / (high - low)
         else:
             share = (value - self.low) / (self.high - self.low)
         return min(max(share, 0.0), 1.0)
@@ -48,12 +48,15 @@ def scale_for(values: Sequence[float], *, from_zero: bool = False) -> Scale:
     if not values:
         return Scale(0.0, 1.0)
     low, high = min(values), max(values)
-    if not from_zero and low > 0 and high / low >= _LOG_FROM:
-        room = (high / low) ** 0.04
-        return Scale(low / room, high * room, True)
+    if not from_zero and low > 1e-250:
+        # In logarithms: the ratio itself may be no float.
+        decades = math.log10(high) - math.log10(low)
+        if decades >= _LOG_FROM:
+            room = 10 ** (0.04 * decades)
+            return Scale(low / room, high * room, True)
     if from_zero:
-        low = min(low, 0.0)
-        return Scale(low, high + 0.06 * (high - low) if high > low else low + 1.0)
+        low, high = min(low, 0.0), max(high, 0.0)
+        return Scale(low, high + 0.06 * (high - low) if high > low else 1.0)
     # A constant needs some height too; so does one so large that a fraction of it is lost to rounding.
     room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return Scale(low - room, high + room)

@@ -3,9 +3,11 @@
 Everything is plain text here; escaping is the renderers' (``html_page``, ``markdown``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from drivetrain.errors import DrivetrainError
 
 __all__ = [
     "Block",
@@ -21,6 +23,7 @@ __all__ = [
     "Tile",
     "Tiles",
     "Tone",
+    "section",
 ]
 
 Tone = Literal["plain", "good", "doubtful", "bad", "muted"]
@@ -117,6 +120,19 @@ class Section:
 
     title: str
     blocks: Sequence[Block]
+
+
+_DAMAGED = (DrivetrainError, OSError, AttributeError, LookupError, TypeError, ValueError, OverflowError)
+"""What a document with a piece of another kind than it should have raises when it is read."""
+
+
+def section(title: str, make: Callable[[], Sequence[Block]]) -> Section:
+    """A section; one whose records are damaged says so, and does not take the report with it."""
+    try:
+        return Section(title, make())
+    except _DAMAGED as error:
+        words = str(error) if isinstance(error, DrivetrainError | OSError) else repr(error)
+        return Section(title, [Paragraph(f"The records behind this section are damaged: {words}", "bad")])
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from drivetrain.report.blocks import (
     Paragraph,
     Preformatted,
     Report,
-    Section,
     Table,
     Tile,
     Tiles,
     Tone,
+    section,
 )
 from drivetrain.report.ladder_figure import (
     class_rungs,
@@ -65,12 +65,12 @@ def tune_report(tune: Tune) -> Report:
     lead: list[Block] = []
     if status != "finished":
         lead.append(Paragraph(_unfinished(status, document), STATUS_TONES.get(status, "doubtful")))
-    lead += _tiles(document)
+    lead += section("", lambda: _tiles(document)).blocks
     sections = [
-        Section("The ladder", ladder_blocks(document)),
-        Section("Each change removed once", _leave_one_out(document)),
-        Section("Final configuration", _final(tune)),
-        Section("How it was tuned", _settings(tune)),
+        section("The ladder", lambda: ladder_blocks(document)),
+        section("Each change removed once", lambda: _leave_one_out(document)),
+        section("Final configuration", lambda: _final(tune)),
+        section("How it was tuned", lambda: _settings(tune)),
     ]
     return Report("tune", tune.id, status, STATUS_TONES.get(status, "doubtful"), subtitle, sections, lead)
 
@@ -154,11 +154,18 @@ def _table(rows: tuple[LadderRow, ...]) -> Table:
             Cell(row.predicted),
             Cell(row.measured),
             Cell(row.memory),
-            Cell(row.gate, note=row.gate_why),
+            Cell(row.gate, _gate_tone(row.gate), row.gate_why),
             Cell(row.verdict, row.tone, row.why),
         ]
 
     return Table(_HEADINGS, [cells(row) for row in rows], frozenset({2, 3, 4}))
+
+
+def _gate_tone(words: str) -> Tone:
+    verdict = words.rpartition(" ")[2]
+    return (
+        "bad" if verdict in ("fail", "suspicious") else "doubtful" if verdict == "inconclusive" else "plain"
+    )
 
 
 def _leave_one_out(document: Mapping[str, Any]) -> list[Block]:

@@ -3,7 +3,8 @@
 Everything here turns one piece of the document of ``tune.json`` into words: :func:`ladder_rows` a step into a row
 (:func:`removal_rows` one of ``leave_one_out``), :func:`change_in_words` a change, :func:`ratio_in_words` a measured
 ratio with its interval, :func:`gate_in_words` a gate's verdict, :func:`totals` what the ladder cost and brought. A
-document that is still being written lacks pieces: what is not there is a dash, never a guess. Ratios above 1 are faster.
+document that is still being written lacks pieces: what is not there is a dash, never a guess. Ratios above 1 are
+faster.
 """
 
 import dataclasses

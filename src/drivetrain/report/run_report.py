@@ -4,7 +4,7 @@ from typing import Any
 
 from drivetrain.archive.dimensions import DIMENSIONS
 from drivetrain.archive.encoding import SCHEMA
-from drivetrain.report.blocks import Block, Bullets, Cell, Paragraph, Report, Section
+from drivetrain.report.blocks import Block, Bullets, Cell, Paragraph, Report, section
 from drivetrain.report.ladder_report import STATUS_TONES, ladder_blocks
 from drivetrain.report.run_records import RunRecords
 from drivetrain.report.section_account import account_section
@@ -31,15 +31,15 @@ def run_report(records: RunRecords) -> Report:
     """Every section; those without anything to say are left out by the renderers."""
     tone = STATUS_TONES.get(records.status, "doubtful")
     sections = [
-        Section("Five dimensions", figures_section(records)),
-        Section("What changed", changes_section(records)),
-        Section("Where the time went", account_section(records)),
-        Section("Loss and gradient norm", loss_section(records)),
-        Section("Step time", step_time_section(records)),
-        Section("Optimisations", optimisations_section(records.optimisations)),
-        Section("The ladder", _ladder(records)),
-        Section("Events", events_section(records)),
-        Section("Provenance", provenance_section(records)),
+        section("Five dimensions", lambda: figures_section(records)),
+        section("What changed", lambda: changes_section(records)),
+        section("Where the time went", lambda: account_section(records)),
+        section("Loss and gradient norm", lambda: loss_section(records)),
+        section("Step time", lambda: step_time_section(records)),
+        section("Optimisations", lambda: optimisations_section(records.optimisations)),
+        section("The ladder", lambda: _ladder(records)),
+        section("Events", lambda: events_section(records)),
+        section("Provenance", lambda: provenance_section(records)),
     ]
     name = records.run.name
     return Report("run", name, records.status, tone, _subtitle(records), sections, _lead(records))

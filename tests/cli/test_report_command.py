@@ -105,7 +105,7 @@ def test_latest_is_a_run_where_there_are_runs_and_a_tune_where_there_are_none(
 
 def test_what_is_neither_run_nor_tune_is_named_with_what_there_is(tmp_path: Path, invoke: Invoke) -> None:
     finished_run(tmp_path / "runs", "llama")
-    with pytest.raises(RunError, match="no run 'lama'.*did you mean 'llama'"):
+    with pytest.raises(RunError, match=r"no run 'lama'.*did you mean 'llama'"):
         invoke("lama")
     (tmp_path / "folder" / "empty").mkdir(parents=True)
     with pytest.raises(RunError, match=r"run\.json is missing"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.report.axes import linear_ticks, scale_for, tick_words
+from drivetrain.report.axes import LARGEST, linear_ticks, scale_for, tick_words
 from drivetrain.report.buckets import min_max_buckets
 from drivetrain.report.panels import Panel, Points, Series, panels_svg
 
@@ -69,7 +69,7 @@ def test_a_spike_of_one_step_in_a_million_is_on_the_figure() -> None:
 
 @given(st.lists(finite, min_size=1, max_size=50), st.booleans())
 def test_a_scale_holds_every_value_in_its_order(numbers: list[float], from_zero: bool) -> None:
-    clipped = [min(max(number, -1e300), 1e300) for number in numbers]
+    clipped = [min(max(number, -LARGEST), LARGEST) for number in numbers]
     scale = scale_for(clipped, from_zero=from_zero)
     places = [scale.share(number) for number in sorted(clipped)]
     assert all(0 <= place <= 1 for place in places)
@@ -79,7 +79,7 @@ def test_a_scale_holds_every_value_in_its_order(numbers: list[float], from_zero:
 
 @given(finite, finite)
 def test_ticks_are_inside_and_few(one: float, other: float) -> None:
-    low, high = sorted(min(max(number, -1e300), 1e300) for number in (one, other))
+    low, high = sorted(min(max(number, -LARGEST), LARGEST) for number in (one, other))
     ticks = linear_ticks(low, high, 5)
     assert len(ticks) <= 12
     room = 1e-6 * max(high - low, abs(low), abs(high))

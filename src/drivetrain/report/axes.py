@@ -4,7 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Scale", "linear_ticks", "scale_for", "tick_words"]
+__all__ = ["LARGEST", "Scale", "linear_ticks", "scale_for", "tick_words"]
+
+LARGEST = 1e200
+"""Beyond this the arithmetic of a scale would leave the floats; a curve's values are held inside first."""
 
 _LOG_FROM = math.log10(30.0)
 """A positive curve whose greatest value is 30 times its least is drawn on a logarithmic scale."""
@@ -41,14 +44,15 @@ class Scale:
 
 
 def scale_for(values: Sequence[float], *, from_zero: bool = False) -> Scale:
-    """A scale that holds all of ``values`` (finite), with a little room; logarithmic where one spans a wide range.
+    """A scale that holds all of ``values`` (within :data:`LARGEST`), with a little room.
 
+    Logarithmic where positive values span a wide range.
     ``from_zero``: the scale begins at zero, so that lengths can be compared.
     """
     if not values:
         return Scale(0.0, 1.0)
     low, high = min(values), max(values)
-    if not from_zero and low > 1e-250:
+    if not from_zero and low > 1 / LARGEST:
         # In logarithms: the ratio itself may be no float.
         decades = math.log10(high) - math.log10(low)
         if decades >= _LOG_FROM:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from drivetrain.report.axes import Scale, linear_ticks, scale_for, tick_words
+from drivetrain.report.axes import LARGEST, Scale, linear_ticks, scale_for, tick_words
 from drivetrain.report.buckets import Curve, Gap, min_max_buckets
 from drivetrain.report.svg import GRID, INK, MUTED, circle, document, line, path, polyline, rectangle, text
 
@@ -15,8 +15,6 @@ BAD = "#d1242f"
 
 _LEFT, _PLOT, _RIGHT, _TOP, _GAP, _STRIP = 96, 828, 36, 58, 36, 16
 _WIDTH = _LEFT + _PLOT + _RIGHT
-_LARGEST = 1e300
-"""Beyond this the difference of two values no longer is a number."""
 
 _TAG_COLOURS = {
     "warmup": "#b0b0b0",
@@ -133,7 +131,7 @@ def _legend(panels: Sequence[Panel], restarted: bool) -> Iterator[str]:
 def _panel(panel: Panel, axis: _StepAxis, top: float) -> Iterator[str]:
     finite = [value for each in panel.series for value in each.values if value is not None]
     finite += [value for each in panel.points for value in each.values]
-    shown = [min(max(value, -_LARGEST), _LARGEST) for value in finite if math.isfinite(value)]
+    shown = [min(max(value, -LARGEST), LARGEST) for value in finite if math.isfinite(value)]
     if panel.limit is not None:
         shown = [min(value, panel.limit) for value in shown]
     scale = scale_for(shown, from_zero=panel.from_zero)

@@ -23,6 +23,7 @@ SCRIPTS: dict[str, list[str]] = {
     "step_vs_peers": ["--raw", str(RESULTS)],
     "logging_overhead": [],
     "trace": [],
+    "gate_power": [],
 }
 
 

@@ -65,6 +65,8 @@ def diagnose(
 
     figures = Figures(model, tokens_per_step, device, dtype, peak_flops, achievable_flops)
     found = diagnosed(facts_of(sources, figures=figures, rules=rules, expected=expect or ()))
+    if fail_above is not None:
+        _refuse_without_points(found, fail_above)
     if json:
         show_document(found.to_document())
     else:
@@ -75,15 +77,18 @@ def diagnose(
         _judge(found, fail_above)
 
 
-def _judge(found: "Diagnosis", most: float) -> None:
-    """Exit with 1 if a loss exceeds ``most`` MFU points; without points there is no answer."""
+def _refuse_without_points(found: "Diagnosis", most: float) -> None:
     from drivetrain.errors import DrivetrainError
 
+    if found.worst_points is None:
+        reason = found.mfu_reason or "the account gives no reason"
+        raise DrivetrainError(f"--fail-above {most:g} cannot be judged without MFU points: {reason}")
+
+
+def _judge(found: "Diagnosis", most: float) -> None:
+    """Exit with 1 if a loss exceeds ``most`` MFU points."""
     worst = found.worst_points
-    if worst is None:
-        raise DrivetrainError(
-            f"--fail-above {most:g} cannot be judged without MFU points: {found.mfu_reason or 'no reason is known'}"
-        )
+    assert worst is not None
     if worst > most:
         largest = max(found.of("loss"), key=lambda finding: finding.points or 0.0)
         typer.echo(f"{largest.subject} takes {worst:.1f} points, more than {most:g}", err=True)

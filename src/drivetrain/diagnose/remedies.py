@@ -47,8 +47,9 @@ def remedies_for(facts: Facts, classes: Sequence[str], cost_ns: float | None) ->
                 without.append(f"{entry.name}: {facts.ruled_out[entry.name]}")
                 continue
             note = UNKNOWN_SETTINGS
-        elif entry.requested(facts.config):
-            requested.append(entry.name)
+        elif entry.requested(facts.config) and entry.applies(facts.config, facts.launch) is None:
+            idle = any(record.name == entry.name and record.without_effect for record in facts.records)
+            requested.append(f"{entry.name} (without effect)" if idle else _with_knobs(entry))
             continue
         else:
             change = entry.on(facts.config, facts.launch)
@@ -61,6 +62,12 @@ def remedies_for(facts: Facts, classes: Sequence[str], cost_ns: float | None) ->
     return tuple(found), None if found else _why_none(requested, without), tuple(requested)
 
 
+def _with_knobs(entry: Optimisation) -> str:
+    """What is on may still be set otherwise."""
+    knobs = ", ".join(f"{knob.field} from {knob.low:g} to {knob.high:g}" for knob in entry.knobs)
+    return f"{entry.name}, to be tuned by {knobs}" if knobs else entry.name
+
+
 def _bound(facts: Facts, cost_ns: float | None) -> float | None:
     whole = facts.mean.window_ns
     return whole / (whole - cost_ns) if cost_ns is not None and 0 <= cost_ns < whole else None
@@ -68,6 +75,6 @@ def _bound(facts: Facts, cost_ns: float | None) -> float | None:
 
 def _why_none(requested: Sequence[str], without: Sequence[str]) -> str:
     if requested or without:
-        parts = [f"{', '.join(requested)} in use already"] if requested else []
+        parts = [f"{', '.join(requested)} asked for already"] if requested else []
         return f"no further entry of the catalogue treats it ({'; '.join([*parts, *without])})"
     return "no entry of the catalogue treats it"

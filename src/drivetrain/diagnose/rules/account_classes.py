@@ -101,7 +101,7 @@ def _finding(
         Evidence(f"{name} takes {takes / 1e6:.3f} ms of {facts.mean.window_ns / 1e6:.3f} ms", "account")
     ]
     if remedies and requested:
-        evidence.append(Evidence(f"in use already: {', '.join(requested)}", "configuration"))
+        evidence.append(Evidence(f"asked for already: {', '.join(requested)}", "configuration"))
     unknown = dict(facts.no_points)
     if cost_ns is None:
         unknown["cost_ns"] = (

@@ -17,7 +17,11 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     for point in waits.points:
         cost = point.device_ns / steps
         called = " > ".join((*point.operators, point.call))
-        often = f"{point.calls / steps:.1f} a step" if waits.num_steps else f"{point.calls} in the trace"
+        often = (
+            f"{point.calls / steps:.1f} a step over {steps} steps"
+            if waits.num_steps
+            else f"{point.calls} in the trace"
+        )
         inside = f", in {point.range}" if point.range is not None else ""
         host = f"{point.waited_ns / steps / 1e6:.3f} ms of host time"
         evidence = [Evidence(f"{called}{inside}: {often}, {host}", facts.waits_source)]

@@ -1,0 +1,134 @@
+"""``drivetrain diagnose`` on traces, on a run of ours, and on what is neither."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from drivetrain.cli.application import application
+from drivetrain.errors import DrivetrainError
+from runs_on_the_spot import Tiny
+
+
+def event(category: str, name: str, start: float, duration: float, **arguments: Any) -> dict[str, Any]:
+    on_device = category == "kernel"
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 0 if on_device else 1,
+        "tid": 7 if on_device else 100,
+        "ts": start,
+        "dur": duration,
+        "args": {"device": 0, "stream": 7, **arguments} if on_device else arguments,
+    }
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three steps of 1 ms: 600 us of fp32 products, and a loader that everything waits for."""
+    events = []
+    for step in range(3):
+        at = step * 1000.0
+        events += [
+            event("user_annotation", f"ProfilerStep#{step}", at, 1000),
+            event("cpu_op", "aten::mm", at, 10, **{"External id": step + 1}),
+            event(
+                "cuda_runtime",
+                "cudaLaunchKernel",
+                at + 2,
+                1,
+                correlation=step + 1,
+                **{"External id": step + 1},
+            ),
+            event("kernel", "ampere_sgemm_128x64_nn", at + 5, 600, correlation=step + 1),
+            event(
+                "user_annotation",
+                "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+                at + 600,
+                395,
+            ),
+        ]
+    path = tmp_path / "rank0.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    return path
+
+
+FLOPS = ("--model", "llama-2m", "--tokens-per-step", "4096", "--peak-flops", "2e14")
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(application(), ["diagnose", *arguments], catch_exceptions=False)
+
+
+def test_the_largest_loss_of_a_trace_comes_first_with_its_remedy(trace: Path) -> None:
+    result = invoke(str(trace))
+    assert result.exit_code == 0, result.output
+    rows = result.stdout[result.stdout.index("losses") :].splitlines()
+    assert "data.loader: the training thread waits for its batch" in rows[2]
+    assert "try data_workers (data.num_workers, at most 1." in rows[3]
+
+
+def test_json_is_one_document_with_ranked_findings(trace: Path) -> None:
+    document = json.loads(invoke(str(trace), "--json", "--expect", "bf16").stdout)
+    assert document["schema"] == 1
+    findings = document["findings"]
+    assert [finding["subject"] for finding in findings][:2] == ["bf16", "data.loader"]
+    assert findings[1]["cost_ns"] == pytest.approx(390_000, rel=0.05)
+    assert findings[1]["points"] is None
+    assert "model FLOPs are unknown" in findings[1]["points_reason"]
+
+
+def test_a_loss_above_the_limit_exits_with_1_and_names_it(trace: Path) -> None:
+    assert invoke(str(trace), *FLOPS, "--fail-above", "90").exit_code == 0
+    result = invoke(str(trace), *FLOPS, "--fail-above", "10")
+    assert result.exit_code == 1
+    assert "compute.matmul and compute.attention takes" in result.stderr
+    assert "points, more than 10" in result.stderr
+
+
+def test_a_limit_in_points_without_points_is_refused(trace: Path) -> None:
+    with pytest.raises(
+        DrivetrainError, match="--fail-above 10 cannot be judged without MFU points: model FLOPs"
+    ):
+        invoke(str(trace), "--fail-above", "10")
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.json"
+    path.write_text("hello")
+    with pytest.raises(DrivetrainError, match="not a trace"):
+        invoke(str(path))
+    with pytest.raises(DrivetrainError):
+        invoke(str(tmp_path / "absent.json"))
+
+
+def test_a_request_that_cannot_take_effect_is_a_warning_of_the_run_and_a_finding(tiny: Tiny) -> None:
+    done = tiny.run("profile", str(tiny.file), "overlap.bucket_size_mb=30", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "overlap.bucket_size_mb" in done.stderr
+    assert "one process has nobody to communicate with" in done.stderr
+    run = json.loads(done.stdout)["run"]
+    diagnosed = tiny.run("diagnose", run, "--json")
+    assert diagnosed.returncode == 0, diagnosed.stderr
+    document = json.loads(diagnosed.stdout)
+    first = document["findings"][0]
+    assert (first["rule"], first["kind"], first["subject"]) == (
+        "without_effect",
+        "not_in_effect",
+        "ddp_bucket",
+    )
+    assert "one process has nobody to communicate with" in first["evidence"][0]["text"]
+    losses = {finding["subject"]: finding for finding in document["findings"] if finding["kind"] == "loss"}
+    assert losses["data.loader"]["remedies"][0]["change"] == {"data.num_workers": 1}
+
+
+def test_a_run_without_a_profile_says_how_to_make_one(tiny: Tiny) -> None:
+    run = tiny.train("training.train_iters=2")["run"]
+    done = tiny.run("diagnose", run)
+    assert done.returncode == 2
+    assert "drivetrain profile" in done.stderr
+    assert "Traceback" not in done.stderr

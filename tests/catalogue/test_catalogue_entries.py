@@ -1,0 +1,209 @@
+"""Each entry of the catalogue says what is true of the schema and the account, and its moves do what they say."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from drivetrain.catalogue import Knob, Optimisation, catalogue, entry, entry_of_field
+from drivetrain.catalogue.rules import all_rules, rules_of
+from drivetrain.config import (
+    BASIC_RULES,
+    LaunchFacts,
+    Rule,
+    RunConfig,
+    idle_fields,
+    leaves,
+    load_config,
+    violations,
+)
+from drivetrain.errors import DrivetrainError
+from drivetrain.measure.account import Account, RankAccount, StepAccount, Window
+from drivetrain.measure.optimisation import Count, Observation
+
+TWO = LaunchFacts(world_size=2)
+FOR_TWO = ["training.micro_batch_size=8"]
+BASE = load_config("llama-2m", FOR_TWO).config
+NOTHING = Observation(
+    num_steps=2, missing=frozenset({"operators", "kernels", "ranges", "shapes", "collectives"})
+)
+
+# What the records of a window show with and without each optimisation.
+LOOP = {
+    name: Count(2, 100)
+    for name in ("drivetrain/fetch", "drivetrain/forward", "drivetrain/optimizer", "ProfilerStep#5")
+}
+SHOWN = {
+    "bf16": Observation(2, matmul_dtypes={"bf16": Count(9, 900), "fp32": Count(1, 10)}),
+    "compile": Observation(2, ranges={**LOOP, "Torch-Compiled Region: 0/0": Count(4, 80)}),
+    "data_workers": Observation(
+        2, ranges={**LOOP, "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__": Count(2, 5)}
+    ),
+    "ddp_bucket": Observation(2, collective_bytes={"all_reduce": (32, 4_000, 9_000, 4, 32, 4_000, 9_000, 4)}),
+    "fused_adamw": Observation(2, ranges=LOOP, operators={"aten::_fused_adamw_": Count(4, 50)}),
+}
+ABSENT = {
+    "bf16": Observation(2, matmul_dtypes={"fp32": Count(9, 900), "unknown": Count(1, 1)}),
+    "compile": Observation(2, ranges=LOOP, operators={"aten::mm": Count(8, 100)}),
+    "data_workers": Observation(2, ranges=LOOP),
+    "ddp_bucket": Observation(2, collective_bytes={"all_reduce": (32, 13_000, 4, 32, 13_000, 4)}),
+    "fused_adamw": Observation(2, ranges=LOOP, operators={"aten::addcdiv_": Count(40, 50)}),
+}
+
+
+def config_with(move: Mapping[str, Any], *overrides: str) -> RunConfig:
+    texts = [f"{leaf}={str(value).lower()}" for leaf, value in move.items()]
+    return load_config("llama-2m", [*FOR_TWO, *overrides, *texts]).config
+
+
+def names() -> list[str]:
+    return [one.name for one in catalogue()]
+
+
+@pytest.mark.parametrize("name", names())
+def test_on_switches_on_and_off_takes_away_and_both_are_legal(name: str) -> None:
+    one = entry(name)
+    off = config_with(one.off(BASE))
+    assert not one.requested(off)
+    assert violations(off, TWO, all_rules()) == []
+    move = one.on(off, TWO)
+    assert move is not None
+    on = config_with(move)
+    assert one.requested(on)
+    assert violations(on, TWO, all_rules()) == []
+    assert one.on(on, TWO) is None, "it is on already"
+    assert one.applies(on, TWO) is None
+    assert one.field in move
+    assert one.field in one.off(on)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_ends_of_a_knob_are_legal_values_and_decide_something(name: str) -> None:
+    one = entry(name)
+    base = one.on(config_with(one.off(BASE)), TWO)
+    assert base is not None
+    for knob in one.knobs:
+        for end in (knob.low, knob.high):
+            config = config_with({**base, knob.field: int(end) if knob.whole else end})
+            assert violations(config, TWO, all_rules()) == []
+            assert knob.field not in [idle.field for idle in idle_fields(config, TWO)]
+
+
+@pytest.mark.parametrize("name", names())
+def test_evidence_is_shown_absent_or_unknown_by_what_was_recorded(name: str) -> None:
+    one = entry(name)
+    config = BASE
+    assert one.evidence(config, SHOWN[name], None).kind == "shown"
+    assert one.evidence(config, ABSENT[name], None).kind == "absent"
+    assert one.evidence(config, NOTHING, None).kind == "unknown", "what was not recorded is not absent"
+
+
+def test_a_single_process_has_no_buckets_to_switch_on() -> None:
+    one = entry("ddp_bucket")
+    config = BASE
+    assert one.on(config, LaunchFacts()) is None
+    assert one.applies(config, LaunchFacts()) is not None
+
+
+def test_a_bucket_that_holds_everything_has_no_effect_and_is_made_smaller() -> None:
+    one = entry("ddp_bucket")
+    config = load_config(
+        "llama-2m"
+    ).config  # 1.95 million parameters: 7.8 MB of gradients in a bucket of 25 MB
+    why = one.applies(config, TWO)
+    assert why is not None
+    assert "7.81 MB" in why
+    assert one.on(config, TWO) == {"overlap.bucket_size_mb": 2.0}
+    assert one.applies(config_with({"overlap.bucket_size_mb": 2.0}), TWO) is None
+
+
+def account_of(window_ns: int, classes: dict[str, int]) -> Account:
+    window = Window(
+        window_ns=window_ns,
+        busy_ns=None,
+        idle_ns=None,
+        compute_ns=None,
+        communication_ns=None,
+        overlapped_communication_ns=None,
+        exposed_communication_ns=None,
+        copy_ns=None,
+        exposed_copy_ns=None,
+        classes=classes,
+        unexplained_ns=window_ns - sum(classes.values()),
+    )
+    step = StepAccount(step=1, window=window, start_ns=0, end_ns=window_ns, first=False)
+    return Account(health=(), ranks=(RankAccount(rank=0, view="host", whole=window, steps=(step,)),))
+
+
+def test_workers_are_expected_to_hide_all_waiting_for_batches_at_most() -> None:
+    predict = entry("data_workers").predict
+    assert predict is not None
+    account = account_of(100, {"compute.matmul": 70, "data.loader": 20})
+    prediction = predict(account, config_with({"data.num_workers": 0}))
+    assert prediction is not None
+    assert prediction.ratio == pytest.approx(100 / 80)
+    assert "upper bound" in prediction.rule
+    assert predict(account, config_with({"data.num_workers": 1})) is None, "nothing is left to switch on"
+    assert predict(account_of(20, {"data.loader": 20}), config_with({"data.num_workers": 0})) is None
+
+
+def test_a_wrong_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(DrivetrainError, match="did you mean compile"):
+        entry("compiled")
+    assert entry_of_field("data.prefetch_factor") is entry("data_workers"), "a knob belongs to its entry"
+    assert entry_of_field("optimizer.lr") is None
+
+
+def variant(name: str, **changes: Any) -> Optimisation:
+    return dataclasses.replace(entry(name), **changes)
+
+
+def test_what_an_entry_requires_is_a_rule_only_while_it_is_requested() -> None:
+    rule = Rule("odd-steps", ("training.train_iters",), lambda config, _: "7 is odd", "The steps are even.")
+    (held,) = rules_of((variant("compile", requires=(rule,)),))
+    assert held.id == "odd-steps"
+    assert violations(config_with({"fusion.compile": False}), rules=(held,)) == []
+    (found,) = violations(config_with({"fusion.compile": True}), rules=(held,))
+    assert str(found) == "training.train_iters: 7 is odd"
+
+
+def test_entries_that_exclude_each_other_are_one_rule_with_both_remedies() -> None:
+    entries = (variant("compile", conflicts=("bf16",)), variant("bf16", conflicts=("compile",)))
+    (rule,) = rules_of(entries)
+    (found,) = violations(
+        config_with({"fusion.compile": True, "precision.params_dtype": "bf16"}), rules=(rule,)
+    )
+    assert "precision.params_dtype=fp32, or fusion.compile=false" in found.message
+    assert violations(config_with({"precision.params_dtype": "fp32"}), rules=(rule,)) == []
+
+
+def test_rules_of_entries_are_tried_with_the_basic_ones() -> None:
+    assert all_rules()[: len(BASIC_RULES)] == BASIC_RULES
+    identifiers = [rule.id for rule in all_rules()]
+    assert len(set(identifiers)) == len(identifiers)
+
+
+def test_an_entry_is_a_document_for_json() -> None:
+    document = variant("data_workers", requires=(BASIC_RULES[0],), conflicts=("compile",)).to_document()
+    assert document["requires"] == [BASIC_RULES[0].doc]
+    assert document["conflicts"] == ["compile"]
+    assert document["knobs"][0] == {
+        "field": "data.num_workers",
+        "low": 1,
+        "high": 16,
+        "whole": True,
+        "scale": "log",
+    }
+
+
+def test_a_knob_has_a_range() -> None:
+    with pytest.raises(AssertionError):
+        Knob("data.num_workers", 4, 4)
+    with pytest.raises(AssertionError):
+        Knob("data.num_workers", 0, 4, scale="log")
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_field_of_an_entry_is_a_leaf_whose_value_the_record_can_hold(name: str) -> None:
+    assert leaves()[entry(name).field].kind in ("true or false", "whole number", "number", "choice")

@@ -9,7 +9,9 @@ is repeated instead. Each measurement is a process of its own; memory is its hig
 
 import argparse
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,9 +91,11 @@ print(json.dumps([seconds, int(memory.split()[1]) * 1024]))
 
 
 def measure(task: str, paths: Sequence[Path]) -> tuple[float, float]:
-    """(seconds, bytes) of one task in a process of its own."""
+    """(seconds, bytes) of one task in a process of its own, which finds its modules compiled, as after installation."""
     command = [sys.executable, "-c", CHILD, task, *map(str, paths)]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(paths[0].parent / "bytecode")
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     seconds, memory = json.loads(answer.stdout)
     print(f"{task}: {seconds:.2f} s, {memory / 1e6:.0f} MB", file=sys.stderr, flush=True)
     return seconds, memory
@@ -148,6 +152,9 @@ def run(folder: Path, size: int, repeats: int) -> list[Claim]:
     """All claims."""
     path = folder / "rank0.json.gz"
     length = make_trace(path, size, rank=0)
+    small = folder / OWN.name
+    shutil.copy(OWN, small)
+    measure("account", [small])  # The first process compiles the modules.
     share = length / FULL_BYTES
     what = f"{length / 1e6:.0f} MB of trace"
     whole = [measure("account", [path]) for _ in range(repeats)]
@@ -179,8 +186,15 @@ def run(folder: Path, size: int, repeats: int) -> list[Claim]:
             [one for one, _ in cached],
             [CACHED_S * max(share, 0.5) / one for one, _ in cached],
             1.0,
-            "checking the file's SHA-256 and the columns' CRC-32 included; with the account "
-            f"{median(one for one, _ in again):.2f} s",
+            "checking the file's SHA-256 and the columns' CRC-32 included",
+        ),
+        _claim(
+            f"{what}, accounted for from the cache: {CACHED_S:g} s over the time it takes",
+            [one for one, _ in again],
+            [CACHED_S * max(share, 0.5) / one for one, _ in again],
+            1.0,
+            "imports of the package, reading from the cache and the account; peak of memory "
+            f"{median(memory for _, memory in again) / 1e6:.0f} MB",
         ),
         _claim(
             f"{what}: time of inflating and scanning alone over that of reading",

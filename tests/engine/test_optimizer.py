@@ -14,7 +14,7 @@ from drivetrain.engine.optimizer import (
     optimizer_state,
     set_learning_rate,
 )
-from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.errors import CheckpointError
 
 
 class Tiny(nn.Module):
@@ -92,12 +92,11 @@ def test_state_is_fp32_and_exists_before_the_first_step() -> None:
     assert state["norm.bias/step"].shape == ()
 
 
-def test_fused_without_a_kernel_for_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    supported = "drivetrain.engine.optimizer._get_fused_kernels_supported_devices"
-    monkeypatch.setattr(supported, lambda: ["cuda"])
-    with pytest.raises(ConfigurationError, match=r"float32 on cpu.*optimizer\.fused=false"):
-        build_optimizer(tiny(), OptimizerConfig(fused=True))
-    build_optimizer(tiny(), OptimizerConfig(fused=False))
+def test_the_caller_may_decide_against_the_fused_kernel() -> None:
+    for group in build_optimizer(tiny(), OptimizerConfig(fused=True), fused=False).param_groups:
+        assert (group["fused"], group["foreach"]) == (False, False), "on a CPU one tensor after the other"
+    for group in build_optimizer(tiny(), OptimizerConfig(fused=True)).param_groups:
+        assert group["fused"] is True
 
 
 def test_optimizer_of_a_model_without_storage_can_be_built() -> None:

@@ -1,7 +1,6 @@
 """``drivetrain report``: the page, Markdown and JSON of a run or a tune, and what is neither."""
 
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,8 @@ from typer.testing import CliRunner, Result
 from drivetrain.archive.reader import open_run
 from drivetrain.cli.application import application, main
 from drivetrain.errors import DrivetrainError, RunError
-
-# The samples lie with the tests of the pages.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "report"))
 from report_samples import finished_run, make_tune, tune_document
+from runs_on_the_spot import Tiny
 
 Invoke = Callable[..., Result]
 
@@ -171,3 +168,35 @@ def test_traces_that_cannot_be_read_cost_only_their_section(tmp_path: Path, invo
     printed = invoke(path, "--markdown").stdout
     assert "the account: " in printed
     assert "13,653" in printed
+
+
+def test_a_run_that_was_really_trained_has_every_section_with_its_own_figures(
+    tiny: Tiny, invoke: Invoke
+) -> None:
+    summary = tiny.train(
+        "profiler.profile=true",
+        "profiler.profile_step_start=5",
+        "profiler.profile_step_end=7",
+        "data.num_workers=1",
+    )
+    printed = invoke(summary["run"], "--markdown").stdout
+    sections = printed.split("\n## ")
+    assert [section.partition("\n")[0] for section in sections[1:]] == [
+        "Five dimensions",
+        "What changed",
+        "Where the time went",
+        "Loss and gradient norm",
+        "Step time",
+        "Optimisations",
+        "Events",
+        "Provenance",
+    ]
+    assert f"{summary['final_loss']:.4f} nat/token" in sections[1]
+    assert summary["mfu_rule"]["window"] in sections[1]
+    assert "step 6" in sections[3]
+    assert "compute.matmul" in sections[3]
+    losses = {line["step"]: line["train/loss"] for line in open_run(summary["run"]).metrics()}
+    assert f"loss: {losses[1]:.4f} at step 1, {losses[8]:.4f} at step 8" in sections[4]
+    assert f"held-out loss at step 8: {summary['validation_loss']:.4f}" in sections[4]
+    assert "| data\\_workers | `data.num_workers=1` | yes | yes | shown" in sections[6]
+    assert f"seed: {open_run(summary['run']).manifest['seed']}" in sections[8]

@@ -371,6 +371,16 @@ def test_what_was_requested_without_effect_stands_out(tmp_path: Path) -> None:
     assert "40 compiled graphs ran" in by_name["compile"][3]
 
 
+def test_a_request_without_effect_is_told_once_above_the_figures(tmp_path: Path) -> None:
+    finding = "optimizer.fused = true is not in effect: no fused kernel for this device"
+    main = page_of(finished_run(tmp_path, summary_changes={"findings": [finding]})).find("body/main")
+    assert main is not None
+    assert [words(each) for each in main[:2]] == [
+        "Requested and without effect: data_workers.",
+        f"Finding: {finding}",
+    ]
+
+
 def test_a_run_of_a_ladder_shows_the_ladder_and_its_own_place_in_it(tmp_path: Path) -> None:
     tune = make_tune(tmp_path / "tunes")
     path = finished_run(tune / "runs")

@@ -65,6 +65,7 @@ dd{margin:0;overflow-wrap:anywhere}
 ul{margin:.4rem 0;padding-left:1.2rem}
 figure{margin:.2rem 0 .8rem}
 figcaption,.note{line-height:1.4}
+.note{overflow-wrap:anywhere}
 figcaption{font-size:.85rem;margin-top:.35rem}
 figure svg{display:block;width:100%;height:auto;min-width:700px}
 details{margin:.6rem 0}

@@ -73,10 +73,17 @@ def _lead(records: RunRecords) -> list[Block]:
     if records.faults:
         blocks.append(Paragraph("Some pieces of this run cannot be read, and are missing below:", "bad"))
         blocks.append(Bullets([Cell(fault, "bad") for fault in records.faults]))
-    idle = without_effect(records.optimisations)
+    findings = _findings(records)
+    # The summary's findings already tell of some, with their reason; a refuted one is known only after a window.
+    untold = [
+        record
+        for record in records.optimisations
+        if not any(finding.startswith(f"{record.field} ") for finding in findings)
+    ]
+    idle = without_effect(untold)
     if idle:
         blocks.append(Paragraph(f"Requested and without effect: {', '.join(idle)}.", "bad"))
-    blocks += [Paragraph(f"Finding: {finding}", "bad") for finding in _findings(records)]
+    blocks += [Paragraph(f"Finding: {finding}", "doubtful") for finding in findings]
     return [*blocks, *headline_tiles(records)]
 
 

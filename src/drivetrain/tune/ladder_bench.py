@@ -1,0 +1,165 @@
+"""The pieces of a ladder: profiles, trials and gates in its folder, each made once, and what they may cost."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.atomic import write_text
+from drivetrain.catalogue import Numerics
+from drivetrain.config import LaunchFacts, RunConfig, config_hash, to_toml
+from drivetrain.errors import DrivetrainError
+from drivetrain.tune.gate import Verdict
+from drivetrain.tune.gate_runs import run_gate
+from drivetrain.tune.ladder_cost import Costs
+from drivetrain.tune.ladder_records import Profile, Rung, profiled
+from drivetrain.tune.ladder_settings import LadderSettings
+from drivetrain.tune.pieces import Journal, Meter
+from drivetrain.tune.short_run import as_override
+from drivetrain.tune.trainer import Runner, Trainer
+from drivetrain.tune.trial import run_trial
+from drivetrain.tune.trial_statistics import Noise
+
+__all__ = ["Bench", "Gate"]
+
+Gate = Callable[[Path, Path, Numerics, Trainer], Verdict]
+"""(baseline, candidate, tier, trainer) → verdict."""
+
+
+class Bench:
+    """Makes the pieces in ``folder`` and counts what they cost.
+
+    Args:
+        folder: of the tune.
+        settings: declared.
+        runner: makes the runs.
+        entries: pieces that are there.
+        save: called after each new piece.
+        gate: None: :func:`drivetrain.tune.gate_runs.run_gate`, with the tune's own archive.
+        say: told what happens, in lines.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: LadderSettings,
+        runner: Runner,
+        *,
+        entries: Sequence[dict[str, Any]],
+        save: Callable[[], None],
+        gate: Gate | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.facts = LaunchFacts(world_size=settings.world_size)
+        self.costs = Costs(settings)
+        self.say = say
+        self._meter = Meter(runner)
+        self.journal = Journal(entries, self._meter, save)
+        self._gate = gate if gate is not None else self._run_gate
+        self._noise = Noise()
+        self._written = 0
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the budget."""
+        return self.settings.budget_s - self.journal.elapsed_s
+
+    def write(self, config: RunConfig) -> Path:
+        """The next configuration of the ladder, as a file."""
+        self._written += 1
+        file = self.folder / "configs" / f"{self._written:03d}.toml"
+        write_text(file, to_toml(config))
+        return file
+
+    def profile(self, file: Path, config: RunConfig, name: str, *, timeout_s: float | None = None) -> Profile:
+        """A profile of the configuration in ``file``.
+
+        Raises:
+            DrivetrainError: it ended otherwise than well.
+        """
+
+        def work() -> dict[str, Any]:
+            attempt = self._meter.profile(
+                file,
+                [as_override("run.runs_dir", str(self.folder / "runs")), f"run.name={name}"],
+                steps=self.settings.profile_steps,
+                world_size=self.settings.world_size,
+                timeout_s=timeout_s,
+            )
+            self._remove_checkpoints()
+            if attempt.outcome != "finished" or attempt.run is None:
+                return {"outcome": attempt.outcome, "message": attempt.message}
+            return profiled(attempt.run, attempt.summary or {})
+
+        key = f"{name} {config_hash(config)[:8]}"
+        result = self.journal.do(key, work)
+        if result["outcome"] != "finished":
+            how = str(result["outcome"]).replace("_", " ")
+            raise DrivetrainError(f"{name} cannot be profiled, it ended as {how}: {result['message']}")
+        self.costs.learn_profile(self.journal.cost_of(key)[0])
+        return Profile(**{key: value for key, value in result.items() if key != "outcome"})
+
+    def trial(
+        self, name: str, parent: Rung, file: Path, config: RunConfig, *, entry: str | None = None
+    ) -> dict[str, Any]:
+        """``config`` in ``file`` against ``parent``: the document of a :class:`~drivetrain.tune.trial.TrialResult`.
+
+        Args:
+            entry: that must be in effect in the candidate.
+        """
+
+        def work() -> dict[str, Any]:
+            result = run_trial(
+                parent.file,
+                file,
+                trainer=self._meter,
+                runs_dir=self.folder / "runs",
+                name=name,
+                settings=self.costs.trial_settings(parent.profile.step_s),
+                world_size=self.settings.world_size,
+                noise=self._noise,
+                must_be_active=entry,
+                progress=lambda message: self.say(f"  {message}"),
+            )
+            return result.to_document()
+
+        key = f"{name} {config_hash(parent.config)[:8]} {config_hash(config)[:8]}"
+        found = self.journal.do(key, work)
+        self._noise += Noise(**found["noise"])
+        self.costs.learn_trial(self.journal.cost_of(key)[0], len(found["blocks"]))
+        return found
+
+    def gate(
+        self, name: str, baseline: Rung, file: Path, config: RunConfig, tier: Numerics
+    ) -> dict[str, Any]:
+        """The gate's verdict, as its document."""
+
+        def work() -> dict[str, Any]:
+            verdict = self._gate(baseline.file, file, tier, self._meter)
+            self._remove_checkpoints()
+            return verdict.to_document()
+
+        key = f"{name} {tier} {config_hash(baseline.config)[:8]} {config_hash(config)[:8]}"
+        found = self.journal.do(key, work)
+        self.costs.learn_gate(tier, self.journal.cost_of(key)[0])
+        self.say(f"  gate, {tier}: {found['verdict']}: {found['why']}")
+        return found
+
+    def _run_gate(self, baseline: Path, candidate: Path, tier: Numerics, trainer: Trainer) -> Verdict:
+        return run_gate(
+            baseline,
+            candidate,
+            tier,
+            trainer=trainer,
+            folder=self.folder / "runs",
+            settings=replace(self.settings.gate, world_size=self.settings.world_size),
+            progress=lambda message: self.say(f"  {message}"),
+        )
+
+    def _remove_checkpoints(self) -> None:
+        """The weights of a short run are of no use to anybody."""
+        for checkpoints in (self.folder / "runs").glob("*/checkpoints"):
+            shutil.rmtree(checkpoints, ignore_errors=True)

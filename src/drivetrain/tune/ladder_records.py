@@ -1,0 +1,252 @@
+"""What a ladder knows and shows: profiled configurations, steps, what was kept, and the texts and sums made of them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.account_file import mean_step_of
+from drivetrain.archive.reader import open_run
+from drivetrain.catalogue import Numerics, Optimisation
+from drivetrain.config import RunConfig, leaf_values, to_toml, tokens_per_step
+from drivetrain.tune.moves import Change
+from drivetrain.tune.short_run import as_override
+
+__all__ = [
+    "BASELINE_FILE",
+    "FINAL_FILE",
+    "TIERS",
+    "Kept",
+    "Profile",
+    "Rung",
+    "View",
+    "empty_step",
+    "fill",
+    "final_toml",
+    "in_words",
+    "profiled",
+    "saved",
+    "step_seconds",
+    "value_of",
+]
+
+TIERS: tuple[Numerics, ...] = ("exact", "round-off", "statistical")
+"""From the most lenient claim on a gate's time to the strictest gate."""
+BASELINE_FILE = "configs/000.toml"
+FINAL_FILE = "configs/final.toml"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profiled configuration.
+
+    Attributes:
+        run: of the profile.
+        step_s: median step without the profiler.
+        tokens_per_second: tokens of a step over ``step_s``.
+        classes: ns of the mean profiled step, by class.
+        overhead: profiled over plain step time; None where it could not be measured.
+        steps_s: all steps of that run together, in seconds.
+        inactive: requested entries that were not put into effect, with the reason.
+    """
+
+    run: str
+    step_s: float
+    tokens_per_second: float
+    classes: Mapping[str, float]
+    overhead: float | None
+    steps_s: float
+    inactive: Mapping[str, str]
+
+    @property
+    def plain_s(self) -> dict[str, float]:
+        """Seconds a step of each class, without what the profiler added."""
+        return {name: ns / 1e9 / (self.overhead or 1.0) for name, ns in self.classes.items()}
+
+    def to_document(self, config: str) -> dict[str, Any]:
+        """As ``tune.json`` shows it."""
+        return {
+            "run": self.run,
+            "config": config,
+            "step_s": self.step_s,
+            "tokens_per_second": self.tokens_per_second,
+            "classes": dict(self.classes),
+            "overhead": self.overhead,
+        }
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A configuration of the ladder: where it is written, what it is, how it was profiled."""
+
+    file: Path
+    config: RunConfig
+    profile: Profile
+
+
+@dataclass(eq=False)
+class Kept:
+    """A change that is part of the configuration.
+
+    Attributes:
+        step: what the document shows of it.
+        change: what was changed.
+        takes_back: what puts the former values back.
+        entry: whose move it was.
+        parent: the configuration it was measured against.
+    """
+
+    step: dict[str, Any]
+    change: Change
+    takes_back: Change
+    entry: Optimisation
+    parent: Path
+
+
+@dataclass
+class View:
+    """What the document of the tune shows, in the order in which it came to be."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    leave_one_out: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    baseline: dict[str, Any] | None = None
+    final: dict[str, Any] | None = None
+    final_gate: dict[str, Any] | None = None
+    final_trial: dict[str, Any] | None = None
+    speed_up: dict[str, Any] | None = None
+    saved: dict[str, Any] | None = None
+
+
+def empty_step(index: int, entry: str | None, change: Change, treats: Sequence[str]) -> dict[str, Any]:
+    """A step of which nothing is measured yet."""
+    return {
+        "index": index,
+        "entry": entry,
+        "change": dict(change.leaves),
+        "treats": list(treats),
+        "predicted": None,
+        "measured": None,
+        "outcome": None,
+        "least_effect": None,
+        "memory_bytes": None,
+        "blocks": [],
+        "gate": None,
+        "kept": False,
+        "why": "",
+        "classes_before": None,
+        "classes_after": None,
+        "device_seconds": 0.0,
+    }
+
+
+def fill(step: dict[str, Any], trial: Mapping[str, Any]) -> None:
+    """Lay the result of its trial over a step."""
+    for key in ("measured", "outcome", "least_effect", "memory_bytes", "blocks", "why"):
+        step[key] = trial[key]
+
+
+def in_words(change: Change) -> str:
+    """A change as it is written on the command line."""
+    return " ".join(as_override(leaf, value) for leaf, value in change.leaves.items())
+
+
+def value_of(config: RunConfig, leaf: str) -> Any:
+    """Value of a leaf by its dotted path."""
+    return next(value for one, value in leaf_values(config) if one.path == leaf)
+
+
+def step_seconds(trial: Mapping[str, Any], side: str) -> float:
+    """Geometric mean of the medians of a side's blocks, in seconds."""
+    times = [block["step_s"] for block in trial["blocks"] if block["side"] == side]
+    return math.exp(math.fsum(math.log(one) for one in times) / len(times))
+
+
+def profiled(run: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """What the ladder needs of the document of ``drivetrain profile``: fields of :class:`Profile` and ``outcome``."""
+    training = document.get("training") or {}
+    mean = mean_step_of(run)
+    step_s = (training.get("step_time_s") or {}).get("p50")
+    if mean is None or step_s is None:
+        what = "no account of a step" if mean is None else "no step without the profiler"
+        return {"outcome": "crash", "message": f"{what} in the profile {run}"}
+    records = training.get("optimisations") or ()
+    return {
+        "outcome": "finished",
+        "run": str(run),
+        "step_s": step_s,
+        "tokens_per_second": tokens_per_step(open_run(run).config()) / step_s,
+        "classes": dict(mean.classes),
+        "overhead": (document.get("overhead") or {}).get("ratio"),
+        "steps_s": float((training.get("wall") or {}).get("steps_s") or 0.0),
+        "inactive": {
+            one["name"]: one.get("reason") or "the run does not say why"
+            for one in records
+            if one.get("requested") and not one.get("active")
+        },
+    }
+
+
+def saved(
+    baseline: Profile,
+    final: Profile,
+    *,
+    parent_step_s: float,
+    final_step_s: float,
+    steps: int,
+    world_size: int,
+) -> dict[str, Any]:
+    """What the kept changes save: measured in the final trial, and by the time that went from the account's classes.
+
+    The account's sum is over all classes of all kept changes, whose accounts follow each other: what one class won and
+    another lost by it is in the sum. ``deviation`` is its relative distance from the measured seconds.
+
+    Args:
+        baseline, final: profiles.
+        parent_step_s, final_step_s: steps of the baseline and of the final configuration in the same trial.
+        steps: of the whole run.
+        world_size: devices.
+    """
+    before, after = baseline.plain_s, final.plain_s
+    classes = {
+        name: before.get(name, 0.0) - after.get(name, 0.0) for name in dict.fromkeys([*before, *after])
+    }
+    measured, by_account = parent_step_s - final_step_s, math.fsum(classes.values())
+    rule = (
+        "seconds_per_step: baseline less final, geometric means of the medians of their blocks; account: every class "
+        "of the mean profiled step, baseline less final, each over the profiler's measured overhead"
+    )
+    if not baseline.overhead or not final.overhead:
+        rule += ", which could not be measured everywhere: 1 was taken"
+    return {
+        "seconds_per_step": measured,
+        "account_seconds_per_step": by_account,
+        "deviation": by_account / measured - 1 if measured else None,
+        "device_hours_per_run": measured * steps * world_size / 3600,
+        "device_hours_per_million_steps": measured * 1e6 * world_size / 3600,
+        "classes": {name: value for name, value in classes.items() if value},
+        "rule": rule,
+    }
+
+
+def final_toml(baseline: RunConfig, final: RunConfig, kept: Sequence[Kept]) -> str:
+    """The final configuration as TOML, with a comment on each change above its leaf."""
+    notes: dict[str, list[str]] = {}
+    for one in kept:
+        step, measured, gate = one.step, one.step["measured"], one.step["gate"]
+        for leaf in one.change.leaves:
+            was = as_override(leaf, value_of(baseline, leaf)).partition("=")[2]
+            notes.setdefault(leaf, []).append(
+                f"was {was}: {one.entry.summary}; treats {', '.join(step['treats'])}; {measured['ratio']:.3f}x "
+                f"[{measured['low']:.3f}, {measured['high']:.3f}] the speed of its parent; gate {gate['tier']}: "
+                f"{gate['verdict']}"
+            )
+    lines, section = [], ""
+    for line in to_toml(final).splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        name = line.removeprefix("# ").partition(" = ")[0]
+        lines += [f"# {note}" for note in notes.get(f"{section}.{name}", ())]
+        lines.append(line)
+    return "\n".join(lines) + "\n"

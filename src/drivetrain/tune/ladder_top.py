@@ -1,0 +1,165 @@
+"""The end of a ladder: each kept change is removed once, and what is left is held against the first baseline."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.archive.atomic import write_text
+from drivetrain.config import tokens_per_step
+from drivetrain.tune.candidates import illegal
+from drivetrain.tune.ladder_bench import Bench
+from drivetrain.tune.ladder_records import (
+    FINAL_FILE,
+    TIERS,
+    Kept,
+    Rung,
+    View,
+    empty_step,
+    fill,
+    final_toml,
+    in_words,
+    saved,
+    step_seconds,
+)
+from drivetrain.tune.moves import Change, changed
+
+__all__ = ["Top"]
+
+
+class Top:
+    """What happens at the top of a ladder that kept something.
+
+    Args:
+        bench: makes the pieces.
+        view: is written to.
+        kept: the changes; what is dropped is taken out.
+        baseline: where the ladder began.
+    """
+
+    def __init__(self, bench: Bench, view: View, kept: list[Kept], baseline: Rung) -> None:
+        self._bench = bench
+        self._view = view
+        self._kept = kept
+        self._baseline = baseline
+
+    def leave_one_out(self, current: Rung) -> Rung:
+        """Take each kept change away once; one whose removal does not slow the run is dropped.
+
+        A single change needs none: its own trial is that comparison.
+        """
+        for kept in list(self._kept):
+            if len(self._kept) < 2 or kept not in self._kept:
+                break
+            own = self._with_its_knobs(kept)
+            takes_back = Change(_former_values(own), f"without {in_words(kept.change)}")
+            if illegal(current.config, takes_back, self._bench.facts) is not None:
+                self._view.findings.append(f"{in_words(kept.change)} cannot be removed alone: others need it")
+            elif not self._fits(current):
+                self._view.findings.append(f"the budget left no room to remove {in_words(kept.change)} once")
+            else:
+                current = self._without(current, kept, own, takes_back)
+        return current
+
+    def _with_its_knobs(self, kept: Kept) -> list[Kept]:
+        """A change, and what was later found by searching a knob of its entry: it goes with it."""
+        later = self._kept[self._kept.index(kept) + 1 :]
+        return [kept, *(one for one in later if one.entry is kept.entry)]
+
+    def _fits(self, current: Rung) -> bool:
+        """Whether one more trial and the end fit the budget."""
+        costs = self._bench.costs
+        tier = max((kept.entry.numerics for kept in self._kept), key=TIERS.index)
+        return 2 * costs.of_trial(current.config) + costs.of_gate(tier) <= self._bench.left_s
+
+    def _without(self, current: Rung, kept: Kept, own: Sequence[Kept], takes_back: Change) -> Rung:
+        index = kept.step["index"]
+        step = empty_step(index, kept.entry.name, takes_back, kept.step["treats"])
+        self._view.leave_one_out.append(step)
+        self._bench.say(takes_back.name or "")
+        config = changed(current.config, takes_back)
+        file = self._bench.write(config)
+        before = self._bench.journal.device_seconds
+        found = self._bench.trial(f"without-{index}", current, file, config)
+        fill(step, found)
+        step["device_seconds"] += self._bench.journal.device_seconds - before
+        measured = found["measured"]
+        useless = measured is not None and (
+            measured["ratio"] >= 1 or measured["low"] > 1 - found["least_effect"]
+        )
+        if not useless:
+            slower = found["state"] == "slower" or measured is None
+            step["kept"] = True
+            step["why"] = (
+                f"it stays, {'the run is slower without it' if slower else 'by its own trial'}; {found['why']}"
+            )
+            self._bench.say(f"  {step['why']}")
+            return current
+        step["why"] = f"dropped, its removal does not slow the run; {found['why']}"
+        self._bench.say(f"  {step['why']}")
+        self._view.findings.append(
+            f"{in_words(kept.change)} was kept and then dropped, because its removal does not slow the run: "
+            f"{found['why']}"
+        )
+        for one in own:
+            one.step["kept"] = False
+            one.step["why"] += "; dropped at the end, its removal does not slow the run"
+            self._kept.remove(one)
+        profile = self._bench.profile(file, config, f"profile-without-{index}")
+        return Rung(file, config, profile)
+
+    def finish(self, final: Rung) -> None:
+        """The final configuration against the first baseline: the gate, the speed, and what is saved."""
+        trial = self._final_trial(final)
+        verdict = self._final_gate(final)
+        self._view.final_trial = {key: trial[key] for key in ("measured", "why", "blocks")}
+        self._view.final_gate = {key: verdict[key] for key in ("tier", "verdict", "why")}
+        why = None
+        if verdict["verdict"] != "pass":
+            why = f"its gate against the first baseline says {verdict['verdict']}: {verdict['why']}"
+        elif not trial["faster"]:
+            why = f"it was not shown to be faster than the first baseline: {trial['why']}"
+        if why is not None:
+            self._view.findings.append(f"the final configuration is withdrawn, {why}")
+            self._bench.say(f"withdrawn, {why}")
+            return
+        seconds = {side: step_seconds(trial, side) for side in "AB"}
+        self._view.speed_up = {key: trial["measured"][key] for key in ("ratio", "low", "high")}
+        self._view.final = {
+            **final.profile.to_document(FINAL_FILE),
+            "step_s": seconds["B"],
+            "tokens_per_second": tokens_per_step(final.config) / seconds["B"],
+        }
+        self._view.saved = saved(
+            self._baseline.profile,
+            final.profile,
+            parent_step_s=seconds["A"],
+            final_step_s=seconds["B"],
+            steps=self._baseline.config.training.train_iters,
+            world_size=self._bench.settings.world_size,
+        )
+        text = final_toml(self._baseline.config, final.config, self._kept)
+        write_text(self._bench.folder / FINAL_FILE, text)
+
+    def _is_one_step(self) -> bool:
+        """Whether the final configuration is one step from the first baseline, already measured and judged so."""
+        return len(self._kept) == 1 and self._kept[0].parent == self._baseline.file
+
+    def _final_trial(self, final: Rung) -> dict[str, Any]:
+        if self._is_one_step():
+            return {**self._kept[0].step, "faster": True}
+        self._bench.say("the final configuration against the first baseline")
+        return self._bench.trial("final-trial", self._baseline, final.file, final.config)
+
+    def _final_gate(self, final: Rung) -> dict[str, Any]:
+        if self._is_one_step():
+            gate: dict[str, Any] = self._kept[0].step["gate"]
+            return gate
+        tier = max((kept.entry.numerics for kept in self._kept), key=TIERS.index)
+        return self._bench.gate("final-gate", self._baseline, final.file, final.config, tier)
+
+
+def _former_values(kept: Sequence[Kept]) -> dict[str, Any]:
+    """Values from before the earliest of several changes."""
+    values: dict[str, Any] = {}
+    for one in reversed(kept):
+        values.update(one.takes_back.leaves)
+    return values

@@ -1,0 +1,187 @@
+"""A tune from its first document to its last: made, climbed, interrupted, resumed."""
+
+import dataclasses
+import datetime
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain import __version__
+from drivetrain.archive.atomic import write_text
+from drivetrain.archive.tunes import Tune, create_tune, hold_tune, open_tune, save_tune
+from drivetrain.config import LoadedConfig, to_toml
+from drivetrain.errors import RunError
+from drivetrain.measure.machine import cpu_model
+from drivetrain.tune.ladder import Ladder
+from drivetrain.tune.ladder_bench import Gate
+from drivetrain.tune.ladder_records import BASELINE_FILE, View
+from drivetrain.tune.ladder_settings import LadderSettings
+from drivetrain.tune.trainer import CommandLineTrainer, Runner
+
+__all__ = ["climb_tune", "contract", "start_tune"]
+
+
+def start_tune(
+    loaded: LoadedConfig,
+    overrides: Sequence[str],
+    settings: LadderSettings,
+    tunes_dir: Path | str,
+) -> Path:
+    """Make the folder of a tune of ``loaded``; nothing is run yet.
+
+    Raises:
+        EnvironmentFault: it cannot be made.
+    """
+
+    def make(name: str, folder: Path) -> dict[str, Any]:
+        write_text(folder / BASELINE_FILE, to_toml(loaded.config))
+        return {
+            "tune": name,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            "source": loaded.source,
+            "overrides": list(overrides),
+            "machine": _machine(),
+            "directory": str(Path.cwd()),
+            "settings": settings.to_document(),
+            **_shown(View(), "running", None, settings, 0.0, 0.0),
+            "pieces": [],
+        }
+
+    return create_tune(tunes_dir, loaded.config.run.name or loaded.name, make)
+
+
+def climb_tune(
+    path: Path,
+    *,
+    budget_s: float | None = None,
+    runner: Runner | None = None,
+    gate: Gate | None = None,
+    missing: Callable[[str], str | None] = lambda _capability: None,
+    say: Callable[[str], None] = lambda _message: None,
+) -> Tune:
+    """Climb the ladder in ``path`` to its end, from where it is.
+
+    Args:
+        budget_s: another budget than the one it was started with.
+        runner: makes the runs; None: the command line, in the directory the tune was started in.
+        gate, missing, say: see :class:`drivetrain.tune.ladder.Ladder`.
+
+    Raises:
+        RunError: it is finished, another process works on it, or it was begun on another machine.
+        DrivetrainError: see :meth:`drivetrain.tune.ladder.Ladder.climb`; the tune is marked failed.
+        KeyboardInterrupt: the tune is marked interrupted, and can be resumed.
+    """
+    with hold_tune(path):
+        tune = open_tune(path)
+        document = tune.document
+        _require_resumable(tune)
+        settings = LadderSettings.from_document(document["settings"])
+        if budget_s is not None:
+            settings = dataclasses.replace(settings, budget_s=budget_s)
+        if runner is None:
+            runner = CommandLineTrainer(path.resolve() / "logs", directory=Path(document["directory"]))
+
+        def save(ladder: Ladder, status: str = "running", reason: str | None = None) -> None:
+            journal = ladder.bench.journal
+            shown = _shown(ladder.view, status, reason, settings, journal.elapsed_s, journal.device_seconds)
+            new = {"settings": settings.to_document(), **shown, "pieces": journal.entries}
+            save_tune(path, {**document, **new})
+
+        ladder = Ladder(
+            path.resolve(),
+            settings,
+            runner,
+            entries=document["pieces"],
+            save=save,
+            gate=gate,
+            missing=missing,
+            say=say,
+        )
+        if document["status"] != "running":
+            save_tune(path, {**document, "status": "running", "reason": None})
+        try:
+            ladder.climb()
+        except KeyboardInterrupt:
+            save(ladder, "interrupted", f"interrupted; it goes on with: drivetrain tune {path}")
+            raise
+        except Exception as error:
+            save(ladder, "failed", str(error) or type(error).__name__)
+            raise
+        save(ladder, "finished")
+        return open_tune(path)
+
+
+def _shown(
+    view: View,
+    status: str,
+    reason: str | None,
+    settings: LadderSettings,
+    spent_s: float,
+    device_seconds: float,
+) -> dict[str, Any]:
+    return {
+        "status": status,
+        "reason": reason,
+        "budget_s": settings.budget_s,
+        "spent_s": spent_s,
+        "device_seconds": device_seconds,
+        **{one.name: getattr(view, one.name) for one in dataclasses.fields(view)},
+    }
+
+
+def _machine() -> dict[str, Any]:
+    """What must be the same where a ladder is continued: its figures are compared with those it has."""
+    return {
+        "host": platform.node(),
+        "cpu": cpu_model(),
+        "python": platform.python_version(),
+        "drivetrain": __version__,
+    }
+
+
+def _require_resumable(tune: Tune) -> None:
+    if tune.document["status"] == "finished":
+        raise RunError(
+            f"{tune.path} is finished; `drivetrain tune --replay {tune.id}` shows it, and its configuration is "
+            f"{tune.path / 'configs'}"
+        )
+    then, now = tune.document["machine"], _machine()
+    differing = [f"{key} {then.get(key)} is {now[key]} now" for key in now if then.get(key) != now[key]]
+    if differing:
+        raise RunError(
+            f"{tune.path} was begun on another machine ({'; '.join(differing)}); its times cannot be compared with new "
+            f"ones: start a new tune from {tune.path / BASELINE_FILE}"
+        )
+    folder = Path(str(tune.document["directory"]))
+    if not folder.is_dir():
+        raise RunError(f"{tune.path} was begun in {folder}, which is not there any more")
+
+
+def contract(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``drivetrain tune --json`` prints of a tune's document."""
+    steps = ("index", "entry", "change", "treats", "predicted", "measured", "memory_bytes", "gate", "kept")
+    more = ("outcome", "why", "device_seconds")
+    whole = (
+        "tune",
+        "status",
+        "reason",
+        "source",
+        "overrides",
+        "baseline",
+        "final",
+        "speed_up",
+        "final_gate",
+        "saved",
+        "budget_s",
+        "spent_s",
+        "device_seconds",
+        "findings",
+    )
+    return {
+        **{key: document.get(key) for key in whole},
+        "steps": [{key: step.get(key) for key in steps + more} for step in document["steps"]],
+        "leave_one_out": [
+            {key: step.get(key) for key in steps + more} for step in document.get("leave_one_out") or ()
+        ],
+    }

@@ -23,6 +23,7 @@ VERBS = (
     "profile",
     "account",
     "diagnose",
+    "tune",
     "generate",
     "runs",
     "compare",

@@ -1,0 +1,88 @@
+"""``drivetrain tune``: climb the ladder, go on with one, or show one."""
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("tune")(tune)
+
+
+def tune(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG|TUNE", help="A preset or a TOML file; or a tune to go on with."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Fields to change.")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", help="Wall time of all its runs: 90s, 20m, 1h30m.  [default: 20m]"),
+    ] = None,
+    replay: Annotated[
+        str | None, typer.Option("--replay", metavar="TUNE", help="Show a tune; nothing is run.")
+    ] = None,
+    tunes_dir: Annotated[str, typer.Option("--tunes-dir", help="Folder of the tunes.")] = "tunes",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="ENTRY", help="Try this entry of the catalogue (repeatable)."),
+    ] = None,
+    no_leave_one_out: Annotated[
+        bool, typer.Option("--no-leave-one-out", help="Do not remove each kept change once at the end.")
+    ] = False,
+    gate_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--gate-steps",
+            min=20,
+            help="Steps of a round-off or statistical gate's runs.  [default: 100, 200]",
+        ),
+    ] = None,
+    short_gates: Annotated[
+        bool,
+        typer.Option("--short-gates", help="Gates of 40 and 60 steps: quicker, and more often inconclusive."),
+    ] = False,
+    trial_steps: Annotated[
+        int | None,
+        typer.Option("--trial-steps", min=4, help="Measured steps of a block.  [default: 4 s, 12 to 100]"),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Processes of each run on this machine.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Make a configuration faster, one change at a time, and prove that it trains as before.
+
+    Profiles it, tries what the catalogue has against the largest class of the account, keeps what is measured to be
+    faster and passes its convergence gate, and holds the result against the first baseline. Ctrl-C saves the state and
+    exits with 130; `drivetrain tune TUNE` goes on. Exits with 1 when nothing was kept.
+
+    Example: drivetrain tune llama-2m --budget 30m
+    """
+    from drivetrain.cli.tune_command import Options, run_replay, run_tune
+    from drivetrain.errors import DrivetrainError
+
+    if replay is not None:
+        if config is not None:
+            raise DrivetrainError(f"--replay {replay} shows a tune and runs nothing; drop {config!r}")
+        raise typer.Exit(run_replay(replay, tunes_dir, as_json=json))
+    if config is None:
+        raise DrivetrainError(
+            "what is to be tuned? Give a preset, a TOML file or a tune; for example: llama-2m"
+        )
+    options = Options(
+        budget=budget,
+        tunes_dir=tunes_dir,
+        only=tuple(only or ()),
+        leave_one_out=not no_leave_one_out,
+        gate_steps=gate_steps,
+        short_gates=short_gates,
+        trial_steps=trial_steps,
+        num_processes=nproc,
+    )
+    raise typer.Exit(run_tune(config, overrides or [], options, as_json=json))

@@ -1,0 +1,213 @@
+"""What ``drivetrain tune`` does: check, make or find the tune, climb, show the ladder."""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.archive.tunes import Tune, find_tune, open_tune
+from drivetrain.cli.environment import require_torch
+from drivetrain.cli.output import show_document
+from drivetrain.errors import DrivetrainError
+
+if TYPE_CHECKING:
+    from drivetrain.tune.ladder_settings import LadderSettings
+
+__all__ = ["Options", "run_replay", "run_tune", "seconds_of"]
+
+_DEFAULT_BUDGET = "20m"
+_LEAST_BUDGET_S = 10.0
+"""A profile and the four blocks of a trial are five processes that import torch, at two seconds each."""
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the verb, as given."""
+
+    budget: str | None
+    tunes_dir: str
+    only: tuple[str, ...]
+    leave_one_out: bool
+    gate_steps: int | None
+    short_gates: bool
+    trial_steps: int | None
+    num_processes: int | None
+
+
+def run_tune(source: str, overrides: Sequence[str], options: Options, *, as_json: bool) -> int:
+    """The verb; returns the exit code."""
+    require_torch()
+    from drivetrain.tune.session import climb_tune, contract
+
+    found = find_tune(source, options.tunes_dir)
+    budget_s = None if options.budget is None else seconds_of(options.budget)
+    if found is not None:
+        _refuse_other_settings(source, overrides, options)
+        path = found
+    else:
+        path = _begin(source, overrides, options)
+    print(f"tune: {path}", file=sys.stderr, flush=True)
+    done = climb_tune(path, budget_s=budget_s if found is not None else None, missing=_missing, say=_say)
+    if as_json:
+        show_document(contract(done.document))
+    else:
+        _show(done)
+    return 0 if done.document["final"] is not None else 1
+
+
+def run_replay(reference: str, tunes_dir: str, *, as_json: bool) -> int:
+    """Show a tune; returns the exit code."""
+    from drivetrain.tune.session import contract
+
+    found = open_tune(reference, tunes_dir)
+    if as_json:
+        show_document({**contract(found.document), "status": found.status()})
+    else:
+        _show(found)
+    return 0
+
+
+def seconds_of(text: str) -> float:
+    """``90s``, ``20m``, ``1h30m``, ``90``: seconds.
+
+    Raises:
+        DrivetrainError: it is no duration, or too short for any trial.
+    """
+    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    if parts is None or not any(parts.groups()):
+        raise DrivetrainError(f"--budget {text!r} is no duration; write it as 90s, 20m or 1h30m")
+    seconds = sum(
+        float(part) * unit for part, unit in zip(parts.groups(), _UNITS.values(), strict=True) if part
+    )
+    if seconds < _LEAST_BUDGET_S:
+        raise DrivetrainError(
+            f"--budget {text} is too small for one trial of anything: a profile and the four blocks of a trial are "
+            f"five processes, which take at least {_LEAST_BUDGET_S:.0f} s to start"
+        )
+    return seconds
+
+
+def _begin(source: str, overrides: Sequence[str], options: Options) -> Path:
+    """A new tune; every mistake that can be known is found before its folder is made."""
+    from drivetrain.cli.train_command import refuse_broken_rules
+    from drivetrain.config import load_config
+    from drivetrain.tune.session import start_tune
+
+    settings = _settings(options)
+    try:
+        loaded = load_config(source, overrides)
+    except DrivetrainError as error:
+        known = Path(options.tunes_dir)
+        hint = f"\nno tune in {known} is called {source!r} either" if known.is_dir() else ""
+        raise DrivetrainError(f"{error}{hint}") from error
+    if options.num_processes is None and loaded.config.parallelism.data_parallel_size:
+        settings = _with_processes(settings, loaded.config.parallelism.data_parallel_size)
+    refuse_broken_rules(loaded, settings.world_size)
+    return start_tune(loaded, overrides, settings, options.tunes_dir)
+
+
+def _settings(options: Options) -> "LadderSettings":
+    from drivetrain.catalogue import entry
+    from drivetrain.tune.gate_runs import GateSettings
+    from drivetrain.tune.ladder_settings import LadderSettings
+
+    if options.short_gates and options.gate_steps is not None:
+        raise DrivetrainError("--short-gates and --gate-steps both say how long gates are; give one of them")
+    for name in options.only:
+        entry(name)
+    gate = GateSettings()
+    if options.short_gates:
+        gate = GateSettings(roundoff_steps=40, statistical_steps=60, eval_iters=4)
+    elif options.gate_steps is not None:
+        gate = GateSettings(roundoff_steps=options.gate_steps, statistical_steps=options.gate_steps)
+    return LadderSettings(
+        budget_s=seconds_of(options.budget or _DEFAULT_BUDGET),
+        only=options.only,
+        leave_one_out=options.leave_one_out,
+        gate=gate,
+        trial_steps=options.trial_steps,
+        world_size=options.num_processes or 1,
+    )
+
+
+def _with_processes(settings: "LadderSettings", world_size: int) -> "LadderSettings":
+    import dataclasses
+
+    return dataclasses.replace(settings, world_size=world_size)
+
+
+def _refuse_other_settings(source: str, overrides: Sequence[str], options: Options) -> None:
+    given = {
+        "--only": bool(options.only),
+        "--no-leave-one-out": not options.leave_one_out,
+        "--gate-steps": options.gate_steps is not None,
+        "--short-gates": options.short_gates,
+        "--trial-steps": options.trial_steps is not None,
+        "--nproc": options.num_processes is not None,
+        "overrides": bool(overrides),
+    }
+    named = [name for name, is_given in given.items() if is_given]
+    if named:
+        raise DrivetrainError(
+            f"{source} is a tune: it goes on with what it was started with, so {', '.join(named)} cannot be given; only "
+            "--budget can be changed"
+        )
+
+
+def _missing(name: str) -> str | None:
+    """Why this machine lacks a capability; None where it has it."""
+    from drivetrain.engine.capabilities import capability
+
+    found = capability(name)
+    return None if found.available else found.reason
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _show(tune: Tune) -> None:
+    from rich.table import Table
+
+    from drivetrain.cli.runs import print_table
+    from drivetrain.report.ladder_rows import LADDER_HEADINGS, ladder_rows, totals
+
+    document = tune.document
+    print(f"{tune.path}: {tune.status()}" + (f", {document['reason']}" if document["reason"] else ""))
+    _show_baseline(document)
+    for title, steps in (("ladder", document["steps"]), ("without", document["leave_one_out"])):
+        rows = ladder_rows(steps)
+        if not rows:
+            continue
+        table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+        for heading in LADDER_HEADINGS:
+            table.add_column(heading, no_wrap=True)
+        for row in rows:
+            table.add_row(*row.cells)
+        print()
+        print_table(table)
+        for row in rows:
+            print(f"{row.index:>2}  {row.why}" if row.why else f"{row.index:>2}")
+    print()
+    for label, text in totals(document):
+        print(f"{label:<42} {text}")
+    for finding in document["findings"]:
+        print(f"- {finding}")
+    final = document["final"]
+    if final is not None:
+        print(f"\nthe final configuration: {tune.path / final['config']}")
+    elif document["status"] == "finished":
+        print("\nnothing was kept: the baseline is as fast as what was tried")
+
+
+def _show_baseline(document: Mapping[str, Any]) -> None:
+    baseline = document["baseline"]
+    if baseline is None:
+        return
+    whole = sum(baseline["classes"].values())
+    print(f"baseline {baseline['tokens_per_second']:,.0f} token/s, {baseline['step_s'] * 1e3:.1f} ms a step")
+    largest = sorted(baseline["classes"].items(), key=lambda item: -item[1])[:5]
+    print("  " + ", ".join(f"{name} {ns / whole:.1%}" for name, ns in largest))

@@ -29,11 +29,11 @@ _KERNEL_DTYPES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         # Four-bit factors have no key of their own, and their scales' or results' types must not speak for them.
         ("unknown", r"e2m1|mxfp4|nvfp4|_f4f4"),
         ("fp8", r"e4m3|e5m2|float8|fp8|nvjet_(sm\d+_)?qq|^Cijk_\w+?_[FB]8"),
-        ("bf16", r"bf16|bfloat16|nvjet_(sm\d+_)?tst|^Cijk_[A-Z]\w+?_B[BS]S_"),
+        ("bf16", r"bf16|bfloat16|nvjet_(sm\d+_)?ts|^Cijk_[A-Z]\w+?_B[BS]S_"),
         ("tf32", r"tf32|_s1688(gemm|dgrad|wgrad|fprop)_(?!f?p?16)(?!\w*f16)"),
         (
             "fp16",
-            r"(?<!b)f(p|loat)?16|half|hgemm|_h(884|1688|16816)|nvjet_(sm\d+_)?hsh"
+            r"(?<!b)f(p|loat)?16|half|hgemm|_h(884|1688|16816)|nvjet_(sm\d+_)?hs"
             r"|^Cijk_[A-Z]\w+?_H(HS|SS|HH|BH|B)_",
         ),
         ("int8", r"int8|i8i8|_i?s8_|\bimma\b|_imma_|^Cijk_[A-Z]\w+?_(4x)?I8"),

@@ -32,7 +32,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
     ("maintenance.compile", "training stands still for a compilation"),
     ("host.sync", "the training thread waits in a synchronising call"),
     ("host.gc", "Python's garbage collector"),
-    ("host.launch", "the host is still launching work that the device waits for"),
+    ("host.launch", "work is on its way: operators and runtime calls that do none themselves"),
     ("host.python", "Python code between operators"),
     ("idle", "neither work nor a cause is recorded"),
     ("unexplained", "the records are missing, clipped or contradictory"),

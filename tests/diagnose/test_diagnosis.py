@@ -292,7 +292,7 @@ def test_a_late_rank_is_part_of_the_waiting_and_carries_the_verdict() -> None:
     assert (late.cost_ns, late.points, late.share) == (7.0 * MS, 7.0, 0.07)
     assert late.part_of == "communication.dp.wait"
     assert [one.text for one in late.evidence] == [
-        "last at 5 of 8 matched collectives",
+        "last at 5 of 8 matched collectives; cost as a mean over the other ranks and all recorded steps",
         "slow rank in all_reduce of group dp",
     ]
 

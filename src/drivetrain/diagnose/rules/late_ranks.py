@@ -17,8 +17,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         cost = straggler.cost_ns_per_step
         evidence = [
             Evidence(
-                f"last at {straggler.times_last} of {straggler.collectives} matched collectives; cost as a mean over the "
-                "other ranks and all recorded steps",
+                f"last at {straggler.times_last} of {straggler.collectives} matched collectives; cost as a mean over "
+                "the other ranks and all recorded steps",
                 "account, across ranks",
             )
         ]

@@ -62,9 +62,10 @@ class Runs:
         self._runs: dict[str, Run] = {}
         self._evidence: dict[str, Evidence] = {}
         for run in list_runs(folder, on_fault=lambda _: None):
-            if run.status() in ("finished", "failed"):
+            status = run.status()
+            if status in ("finished", "failed"):
                 self._runs[run.name] = run
-            else:
+            elif status != "running":
                 # Torn by an interrupted session; it is trained again.
                 shutil.rmtree(run.path)
 

@@ -85,7 +85,7 @@ def pipeline_of(
     if phases is None:
         return records, None
     covered = union_of([*line.parts.values(), line.busy])
-    return records, PipelineFacts(phases, _idle_since(records, covered))
+    return records, PipelineFacts(phases, _idle_since(records, covered, int(windows.min())))
 
 
 def _work(trace: Trace, classes: Classification, table: NameTable) -> _Work:
@@ -156,16 +156,14 @@ def _phases(windows: NDArray[np.int64], work: _Work) -> dict[str, Intervals] | N
     return phases
 
 
-def _idle_since(records: CommunicationRecords, covered: Intervals) -> NDArray[np.int64]:
-    """Where the gap in `covered` that ends with a record's start begins; the record's start where none ends there."""
-    since = records.start_ns.copy()
-    if len(covered) < 2:
-        return since
-    place = np.searchsorted(covered[:, 0], since)
-    inner = np.minimum(place, len(covered) - 1)
-    begins = (place > 0) & (place < len(covered)) & (covered[inner, 0] == since)
-    since[begins] = covered[place[begins] - 1, 1]
-    return since
+def _idle_since(records: CommunicationRecords, covered: Intervals, first_ns: int) -> NDArray[np.int64]:
+    """Since when nothing in `covered` ran, when each record began: its start where something did; `first_ns` at the
+    earliest."""
+    if len(covered) == 0:
+        return records.start_ns.copy()
+    place = np.searchsorted(covered[:, 0], records.start_ns)
+    before = np.where(place > 0, covered[np.maximum(place - 1, 0), 1], first_ns)
+    return np.minimum(before, records.start_ns)
 
 
 def bubble_parts(

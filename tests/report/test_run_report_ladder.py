@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_samples import make_tune, tune_document
 
 from drivetrain.archive.tunes import open_tune
 from drivetrain.report.html_page import html_page
@@ -24,6 +23,7 @@ from drivetrain.report.ladder_rows import (
     verdict_word,
 )
 from drivetrain.report.markdown import markdown
+from report_samples import make_tune, tune_document
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -42,7 +42,7 @@ def test_each_step_is_a_row_with_its_figures_and_its_verdict() -> None:
         "data.loader",
         "1.333x",
         "1.321x [1.302, 1.339]",
-        "1.61 GB",
+        "+112.00 MB",
         "exact: pass",
         "kept",
     )
@@ -78,9 +78,9 @@ def test_a_step_that_is_still_written_is_dashes_and_no_figure() -> None:
 
 def test_taking_a_change_away_has_words_of_its_own() -> None:
     stays, gone = removal_rows(
-        [{"outcome": "finished", "kept": False}, {"outcome": "finished", "kept": True}]
+        [{"outcome": "finished", "kept": True}, {"outcome": "finished", "kept": False}]
     )
-    assert (stays.verdict, gone.verdict) == ("stays", "taken away")
+    assert (stays.verdict, gone.verdict) == ("stays", "dropped")
 
 
 def test_values_and_durations_read_as_they_are_written() -> None:
@@ -101,14 +101,15 @@ def test_totals_say_only_what_the_document_says() -> None:
     assert found["time spent"] == "12 min 34 s of 20 min 00 s"
     assert found["device time spent"] == "0.195 device-hours"
     assert found["saved, each step"] == "192.9 ms"
-    assert found["saved, each step, by the account's classes"] == "196.0 ms"
-    assert found["saved, device hours per million steps"] == "53.6"
+    assert found["the same by the account's classes"] == "196.0 ms (+1.6% of what was measured)"
+    assert found["saved, the whole run"] == "0.0107 device-hours"
+    assert found["saved, a million steps"] == "53.6 device-hours"
     assert totals({}) == ()
 
 
 def test_the_bars_are_the_step_times_of_what_was_kept_to_scale() -> None:
     rungs = step_time_rungs(tune_document())
-    assert rungs == [
+    assert [(rung.label, round(rung.step_s, 9)) for rung in rungs] == [
         ("baseline", 0.480),
         ("+ data.num_workers=1", 0.3634),
         ("+ fusion.compile=true", 0.2889),
@@ -118,14 +119,16 @@ def test_the_bars_are_the_step_times_of_what_was_kept_to_scale() -> None:
     widths = [
         float(bar.attrib["width"]) for bar in root.iter(f"{SVG}rect") if bar.find(f"{SVG}title") is not None
     ]
-    for width, (_, seconds) in zip(widths, rungs, strict=True):
-        assert width / widths[0] == pytest.approx(seconds / 0.480, abs=1e-3)
-    assert "287.1 ms, 1.67x" in rungs_text(rungs)
+    for width, rung in zip(widths, rungs, strict=True):
+        assert width / widths[0] == pytest.approx(rung.step_s / 0.480, abs=1e-3)
+    text = rungs_text(rungs)
+    assert "363.4 ms, 1.321x its parent's speed" in text
+    assert "287.1 ms, 1.672x the baseline's" in text
 
 
 def test_the_classes_are_those_of_the_profiled_rungs() -> None:
     rungs = class_rungs(tune_document())
-    assert [label for label, _ in rungs] == [label for label, _ in step_time_rungs(tune_document())]
+    assert [label for label, _ in rungs] == [rung.label for rung in step_time_rungs(tune_document())]
     assert "baseline: 490.0 ms (compute 330.0 ms, data 120.0 ms, host 40.0 ms)" in classes_text(rungs)
 
 
@@ -151,6 +154,15 @@ def test_the_page_of_a_tune_holds_every_step_and_the_final_configuration(tmp_pat
     as_markdown = markdown(report)
     assert as_markdown.count("out of memory") == 1
     assert "1.321x \\[1.302, 1.339\\]" in as_markdown
+
+
+def test_a_finished_ladder_without_a_configuration_says_so(tmp_path: Path) -> None:
+    path = make_tune(
+        tmp_path, final=None, final_gate={"tier": "exact", "verdict": "fail", "why": "other bits"}
+    )
+    text = words(ElementTree.fromstring(html_page(tune_report(open_tune(path)))))
+    assert "No configuration came out of this ladder; its findings say why." in text
+    assert "exact: fail" in text
 
 
 @pytest.mark.parametrize("status", ["running", "interrupted", "failed"])

@@ -74,7 +74,9 @@ def _made(reference: str, runs_dir: str, tunes_dir: str) -> "tuple[Report, dict[
 
     tune = _tune(reference, runs_dir, tunes_dir)
     if tune is not None:
-        return tune_report(tune), dict(tune.document), tune.path
+        # The journal by which a ladder is resumed is as long as all its trials together, and says nothing more.
+        shown = {key: value for key, value in tune.document.items() if key != "pieces"}
+        return tune_report(tune), shown, tune.path
     records = _records(reference, runs_dir)
     return run_report(records), summary_document(records), records.run.path
 

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.measure.account import CLASSES
@@ -11,67 +12,83 @@ from drivetrain.report.svg import GRID, MUTED, document, line, rectangle, text
 
 __all__ = ["Rung", "class_rungs", "classes_svg", "classes_text", "rungs_svg", "rungs_text", "step_time_rungs"]
 
-_PLOT, _VALUE, _ROW, _TOP = 560, 150, 30, 40
+_PLOT, _VALUE, _ROW, _TOP = 500, 230, 30, 40
 _LONGEST = 46
+FINAL = "final configuration"
 _BASELINE, _KEPT, _FINAL = "#8c96a0", "#56b4e9", "#0072b2"
 
 
-Rung = tuple[str, float]
-"""A configuration's label and its step time in s."""
+@dataclass(frozen=True)
+class Rung:
+    """A configuration of the ladder and its step time; ``note`` is the ratio that was measured, in words."""
+
+    label: str
+    step_s: float
+    note: str = ""
 
 
 def step_time_rungs(tune: Mapping[str, Any]) -> list[Rung]:
     """Baseline, each kept change, final configuration, as far as their step times are in the document.
 
-    A kept change's time is the median of the medians of its own blocks (side B) of its trial.
+    A kept change's time is the geometric mean of the medians of its own blocks (side B) in its trial.
     """
     rungs: list[Rung] = []
     baseline, final = tune.get("baseline") or {}, tune.get("final") or {}
-    if _is_number(baseline.get("step_s")):
-        rungs.append(("baseline", float(baseline["step_s"])))
+    if _is_time(baseline.get("step_s")):
+        rungs.append(Rung("baseline", float(baseline["step_s"])))
     for step in tune.get("steps") or ():
         if step.get("kept"):
             times = [
                 float(block["step_s"])
                 for block in step.get("blocks") or ()
-                if block.get("side") == "B" and _is_number(block.get("step_s"))
+                if block.get("side") == "B" and _is_time(block.get("step_s"))
             ]
             if times:
                 label = f"+ {change_in_words(step.get('change') or {})}"
-                rungs.append((label, statistics.median(times)))
-    if _is_number(final.get("step_s")):
-        rungs.append(("final configuration", float(final["step_s"])))
+                rungs.append(
+                    Rung(
+                        label,
+                        statistics.geometric_mean(times),
+                        _times(step.get("measured"), "its parent's speed"),
+                    )
+                )
+    if _is_time(final.get("step_s")):
+        note = _times(tune.get("speed_up"), "the baseline's")
+        rungs.append(Rung(FINAL, float(final["step_s"]), note))
     return rungs
 
 
+def _times(measured: Mapping[str, Any] | None, of_what: str) -> str:
+    if not measured or measured.get("ratio") is None:
+        return ""
+    return f"{float(measured['ratio']):.3f}x {of_what}"
+
+
 def rungs_svg(rungs: Sequence[Rung]) -> str:
-    """A bar each, from zero, with its time and its ratio to the first."""
-    first = rungs[0][1]
-    longest = max(seconds for _, seconds in rungs)
-    left = _label_width(rungs)
+    """A bar each, from zero, with its time and the ratio that was measured."""
+    longest = max(rung.step_s for rung in rungs)
+    left = _label_width([rung.label for rung in rungs])
     elements = [text(16, 24, "Step time, rung by rung", size=16)]
-    for index, (label, seconds) in enumerate(rungs):
+    for index, rung in enumerate(rungs):
         y = _TOP + index * _ROW
-        is_final = index == len(rungs) - 1 and label == "final configuration"
-        colour = _BASELINE if index == 0 else _FINAL if is_final else _KEPT
-        elements.append(text(left - 10, y + 19, _short(label), anchor="end"))
-        width = _PLOT * seconds / longest if longest else 0
-        elements.append(rectangle(left, y + 5, width, _ROW - 10, colour, f"{label}: {seconds * 1e3:.2f} ms"))
-        elements.append(text(left + width + 8, y + 19, _time_words(seconds, first), size=12))
-    words = "Step time: " + "; ".join(f"{label} {seconds * 1e3:.1f} ms" for label, seconds in rungs)
+        colour = _BASELINE if index == 0 else _FINAL if rung.label == FINAL else _KEPT
+        elements.append(text(left - 10, y + 19, _short(rung.label), anchor="end"))
+        width = _PLOT * rung.step_s / longest
+        tip = f"{rung.label}: {rung.step_s * 1e3:.2f} ms"
+        elements.append(rectangle(left, y + 5, width, _ROW - 10, colour, tip))
+        elements.append(text(left + width + 8, y + 19, _time_words(rung), size=12))
+    words = "Step time: " + "; ".join(f"{rung.label} {_time_words(rung)}" for rung in rungs)
     return document(left + _PLOT + _VALUE, _TOP + _ROW * len(rungs) + 14, words, elements)
 
 
 def rungs_text(rungs: Sequence[Rung]) -> str:
     """The same in words, a line each."""
-    first = rungs[0][1]
-    width = max(len(label) for label, _ in rungs)
-    return "\n".join(f"{label:<{width}}  {_time_words(seconds, first)}" for label, seconds in rungs)
+    width = max(len(rung.label) for rung in rungs)
+    return "\n".join(f"{rung.label:<{width}}  {_time_words(rung)}" for rung in rungs)
 
 
-def _time_words(seconds: float, first: float) -> str:
-    faster = f", {first / seconds:.2f}x" if seconds and seconds != first else ""
-    return f"{seconds * 1e3:,.1f} ms{faster}"
+def _time_words(rung: Rung) -> str:
+    return f"{rung.step_s * 1e3:,.1f} ms" + (f", {rung.note}" if rung.note else "")
 
 
 def class_rungs(tune: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
@@ -81,7 +98,7 @@ def class_rungs(tune: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]
     for step in tune.get("steps") or ():
         if step.get("kept"):
             named.append((f"+ {change_in_words(step.get('change') or {})}", step.get("classes_after")))
-    named.append(("final configuration", (tune.get("final") or {}).get("classes")))
+    named.append((FINAL, (tune.get("final") or {}).get("classes")))
     for label, classes in named:
         if isinstance(classes, dict):
             numbers = {
@@ -96,7 +113,7 @@ def classes_svg(rungs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """A stacked bar each, all on one scale; the classes in their order."""
     longest = max(sum(classes.values()) for _, classes in rungs)
     groups = list(dict.fromkeys(group_of(name) for _, classes in rungs for name in _ordered(classes)))
-    left = _label_width(rungs)
+    left = _label_width([label for label, _ in rungs])
     elements = [text(16, 24, "Where a profiled step went, rung by rung", size=16), *_legend(groups)]
     top = _TOP + 18
     for index, (label, classes) in enumerate(rungs):
@@ -141,12 +158,16 @@ def _legend(groups: Sequence[str]) -> Iterator[str]:
         x += 36 + 7 * len(group)
 
 
-def _label_width(rungs: Sequence[tuple[str, object]]) -> float:
-    return 36 + 6.8 * max(len(_short(label)) for label, _ in rungs)
+def _label_width(labels: Sequence[str]) -> float:
+    return 36 + 6.8 * max(len(_short(label)) for label in labels)
 
 
 def _short(label: str) -> str:
     return label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
 def _is_number(value: Any) -> bool:

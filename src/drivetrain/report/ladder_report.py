@@ -134,6 +134,9 @@ def ladder_blocks(document: Mapping[str, Any]) -> list[Block]:
     found = totals(document)
     if found:
         blocks.append(Facts([(label, Cell(words)) for label, words in found]))
+    rule = (document.get("saved") or {}).get("rule")
+    if rule:
+        blocks.append(Paragraph(f"Saved: {rule}.", "muted"))
     findings = document.get("findings") or ()
     if findings:
         blocks.append(Bullets([Cell(str(finding), "doubtful") for finding in findings]))
@@ -180,8 +183,15 @@ def _final(tune: Tune) -> list[Block]:
     document = tune.document
     final = document.get("final")
     if not isinstance(final, dict):
-        return [Paragraph("There is no final configuration yet.", "muted")]
-    blocks: list[Block] = []
+        if document.get("status") != "finished":
+            return [Paragraph("There is no final configuration yet.", "muted")]
+        blocks: list[Block] = [
+            Paragraph("No configuration came out of this ladder; its findings say why.", "doubtful")
+        ]
+        if document.get("final_gate"):
+            blocks.append(Facts([("gate", _gate(document["final_gate"]))]))
+        return blocks
+    blocks = []
     gate = document.get("final_gate") or {}
     facts = [("file", Cell(str(final.get("config") or "-"), code=True)), ("gate", _gate(gate))]
     if gate.get("why"):
@@ -213,14 +223,22 @@ def _config_text(folder: Path, name: Any) -> str | None:
         return None
 
 
+def _inside(folder: Path, run: Any) -> str:
+    """A run's path as seen from the tune's folder, where it lies in it."""
+    path = Path(str(run)) if run else None
+    if path is None:
+        return "-"
+    return str(path.relative_to(folder.resolve()) if path.is_relative_to(folder.resolve()) else path)
+
+
 def _settings(tune: Tune) -> list[Block]:
     document = tune.document
     overrides = document.get("overrides") or ()
     facts = [
         ("source", Cell(str(document.get("source") or "-"), code=True)),
         ("overrides", Cell(" ".join(map(str, overrides)) or "-", code=True)),
-        ("baseline run", Cell(str((document.get("baseline") or {}).get("run") or "-"), code=True)),
-        ("final run", Cell(str((document.get("final") or {}).get("run") or "-"), code=True)),
+        ("baseline run", Cell(_inside(tune.path, (document.get("baseline") or {}).get("run")), code=True)),
+        ("final run", Cell(_inside(tune.path, (document.get("final") or {}).get("run")), code=True)),
         ("folder", Cell(str(tune.path.resolve()), code=True)),
     ]
     facts += [

@@ -40,7 +40,7 @@ LADDER_HEADINGS: tuple[str, ...] = (
     "treats",
     "predicted",
     "measured [95%]",
-    "peak memory",
+    "memory vs parent",
     "gate",
     "verdict",
 )
@@ -56,10 +56,10 @@ _OUTCOMES = {
 }
 
 _REMOVALS: Mapping[str, tuple[str, Tone]] = {
-    "kept": ("taken away", "doubtful"),
-    "discarded": ("stays", "good"),
+    "kept": ("stays", "good"),
+    "discarded": ("dropped", "doubtful"),
 }
-"""What the verdict on a removal means for the change it removed."""
+"""What the verdict on a removal means for the change it took away."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class LadderRow:
     predicted: str
     measured: str
     memory: str
+    """Peak of the candidate's process less its parent's, with its sign."""
     gate: str
     verdict: str
     why: str
@@ -105,7 +106,7 @@ def ladder_rows(steps: Sequence[Mapping[str, Any]]) -> tuple[LadderRow, ...]:
 
 
 def removal_rows(steps: Sequence[Mapping[str, Any]]) -> tuple[LadderRow, ...]:
-    """The rows of ``leave_one_out``: there a trial that was kept took a change away again."""
+    """The rows of ``leave_one_out``: there ``kept`` says that the change stays."""
     return tuple(
         dataclasses.replace(row, verdict=_REMOVALS[row.verdict][0], tone=_REMOVALS[row.verdict][1])
         if row.verdict in _REMOVALS
@@ -127,7 +128,7 @@ def _row(position: int, step: Mapping[str, Any]) -> LadderRow:
         treats=" ".join(map(str, step.get("treats") or ())) or NOTHING,
         predicted=_predicted(step.get("predicted")),
         measured=ratio_in_words(step.get("measured")),
-        memory=format_value(step.get("memory_bytes"), "byte"),
+        memory=_memory(step.get("memory_bytes")),
         gate=gate_in_words(step.get("gate")),
         verdict=verdict,
         why=why,
@@ -178,6 +179,14 @@ def ratio_in_words(measured: Mapping[str, Any] | None) -> str:
     low, high = measured.get("low"), measured.get("high")
     interval = "" if low is None or high is None else f" [{float(low):.3f}, {float(high):.3f}]"
     return f"{float(measured['ratio']):.3f}x{interval}"
+
+
+def _memory(difference: float | None) -> str:
+    if difference is None:
+        return NOTHING
+    if not difference:
+        return "same"
+    return f"{'+' if difference > 0 else '-'}{format_value(abs(float(difference)), 'byte')}"
 
 
 def _predicted(predicted: Mapping[str, Any] | None) -> str:
@@ -235,10 +244,14 @@ def _saved(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
     if saved.get("seconds_per_step") is not None:
         found.append(("saved, each step", f"{1000 * float(saved['seconds_per_step']):,.1f} ms"))
     if saved.get("account_seconds_per_step") is not None:
-        milliseconds = 1000 * float(saved["account_seconds_per_step"])
-        found.append(("saved, each step, by the account's classes", f"{milliseconds:,.1f} ms"))
-    known = {"seconds_per_step", "account_seconds_per_step"}
-    for key, value in saved.items():
-        if key not in known and isinstance(value, int | float) and not isinstance(value, bool):
-            found.append((f"saved, {key.replace('_', ' ')}", f"{value:,.4g}"))
+        words = f"{1000 * float(saved['account_seconds_per_step']):,.1f} ms"
+        deviation = saved.get("deviation")
+        words += "" if deviation is None else f" ({100 * float(deviation):+.1f}% of what was measured)"
+        found.append(("the same by the account's classes", words))
+    for key, label in (
+        ("device_hours_per_run", "saved, the whole run"),
+        ("device_hours_per_million_steps", "saved, a million steps"),
+    ):
+        if saved.get(key) is not None:
+            found.append((label, device_hours_in_words(3600 * float(saved[key]))))
     return found

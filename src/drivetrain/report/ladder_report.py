@@ -118,9 +118,7 @@ def ladder_blocks(document: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     rungs = step_time_rungs(document)
     if len(rungs) > 1:
-        caption = (
-            "A kept change's bar: median of its own blocks in its own trial, against the baseline's first."
-        )
+        caption = "A kept change's bar: geometric mean of the medians of its own blocks, in its own trial."
         blocks.append(Figure(rungs_svg(rungs), rungs_text(rungs), caption))
     classes = class_rungs(document)
     if len(classes) > 1:
@@ -150,7 +148,7 @@ _HEADINGS = tuple(heading for heading in LADDER_HEADINGS if heading != "treats")
 def _table(rows: tuple[LadderRow, ...]) -> Table:
     def cells(row: LadderRow) -> list[Cell]:
         treats = f"treats {row.treats.replace(' ', ', ')}" if row.treats != "-" else "-"
-        below = [words for words in (row.entry, treats, row.cost) if words != "-"]
+        below = [words for words in (row.entry, treats, row.cost.replace(" ", "\u00a0")) if words != "-"]
         return [
             Cell(row.index, "muted"),
             Cell(row.change, note="; ".join(below), code=True, whole=True),
@@ -241,9 +239,9 @@ def _settings(tune: Tune) -> list[Block]:
         ("final run", Cell(_inside(tune.path, (document.get("final") or {}).get("run")), code=True)),
         ("folder", Cell(str(tune.path.resolve()), code=True)),
     ]
-    facts += [
-        (str(key).replace("_", " "), Cell(value_in_words(value)))
-        for key, value in document["settings"].items()
-        if not isinstance(value, dict)
-    ]
+    for key, value in document["settings"].items():
+        parts = value.items() if isinstance(value, dict) else ((None, value),)
+        for part, single in parts:
+            label = str(key) if part is None else f"{key}: {part}"
+            facts.append((label.replace("_", " "), Cell(value_in_words(single))))
     return [Facts(facts)]

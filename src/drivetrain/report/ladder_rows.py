@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from drivetrain.archive.dimensions import format_value
-
 __all__ = [
     "LADDER_HEADINGS",
     "LadderRow",
@@ -168,7 +166,7 @@ def value_in_words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(value_in_words, value))}]"
+        return f"[{', '.join(map(value_in_words, value))}]" if value else NOTHING
     return str(value)
 
 
@@ -186,7 +184,8 @@ def _memory(difference: float | None) -> str:
         return NOTHING
     if not difference:
         return "same"
-    return f"{'+' if difference > 0 else '-'}{format_value(abs(float(difference)), 'byte')}"
+    size, unit = (1e9, "GB") if abs(difference) >= 1e9 else (1e6, "MB")
+    return f"{difference / size:+,.2f} {unit}"
 
 
 def _predicted(predicted: Mapping[str, Any] | None) -> str:

@@ -271,7 +271,7 @@ def tune_document(**changes: Any) -> dict[str, Any]:
         "budget_s": 1200.0,
         "spent_s": 754.0,
         "device_seconds": 702.0,
-        "settings": {"gate": {"exact_steps": 20}, "only": [], "steps_per_block": 20, "least_effect": 0.02, "world_size": 1},
+        "settings": {"gate": {"exact_steps": 20}, "only": [], "steps_per_block": 20, "world_size": 1},
         "baseline": {
             "run": "runs/baseline",
             "config": "configs/000.toml",

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ def run_tune(source: str, overrides: Sequence[str], options: Options, *, as_json
     else:
         path = _begin(source, overrides, options)
     print(f"tune: {path}", file=sys.stderr, flush=True)
-    done = climb_tune(path, budget_s=budget_s if found is not None else None, missing=_missing, say=_say)
+    done = climb_tune(path, budget_s=budget_s if found is not None else None, missing=_lacks(path), say=_say)
     if as_json:
         show_document(contract(done.document))
     else:
@@ -152,17 +152,25 @@ def _refuse_other_settings(source: str, overrides: Sequence[str], options: Optio
     named = [name for name, is_given in given.items() if is_given]
     if named:
         raise DrivetrainError(
-            f"{source} is a tune: it goes on with what it was started with, so {', '.join(named)} cannot be given; only "
-            "--budget can be changed"
+            f"{source} is a tune: it goes on with what it was started with, so {', '.join(named)} cannot be given; "
+            "only --budget can be changed"
         )
 
 
-def _missing(name: str) -> str | None:
-    """Why this machine lacks a capability; None where it has it."""
-    from drivetrain.engine.capabilities import capability
+def _lacks(path: Path) -> Callable[[str], str | None]:
+    """Capability → why this machine lacks it for the tune in ``path``; None where it has it."""
 
-    found = capability(name)
-    return None if found.available else found.reason
+    def lacks(name: str) -> str | None:
+        from drivetrain.config import load_config
+        from drivetrain.engine.capabilities import capability
+        from drivetrain.engine.devices import select_device
+        from drivetrain.tune.ladder_records import BASELINE_FILE
+
+        device = select_device(load_config(str(path / BASELINE_FILE)).config.run)
+        found = capability(name, device)
+        return None if found.available else found.reason
+
+    return lacks
 
 
 def _say(message: str) -> None:

@@ -70,7 +70,7 @@ class Judgement:
 
     Attributes:
         state: ``faster``: the interval lies above 1 and the ratio reaches the least effect. ``slower``: it lies below
-            1. ``no gain``: it ends below the least effect. Else ``undecided``.
+            1. ``no gain``: it ends below 1%, which no noise explains away. Else ``undecided``.
         measured: the ratio.
         least_effect: relative effect from which on one counts.
         why: in words.
@@ -139,9 +139,9 @@ def judge(order: str, speeds: Sequence[float], *, looks: int, confidence: float,
         return Judgement("faster", measured, least, f"faster: {interval}")
     if measured.high < 1:
         return Judgement("slower", measured, least, f"slower: {interval}")
-    if measured.high < 1 + least:
-        return Judgement("no gain", measured, least, f"no gain of {least:.1%} or more: {interval}")
-    effect = max(abs(math.log(measured.ratio)), math.log1p(0.01))
+    if measured.high < 1 + least_effect(0):
+        return Judgement("no gain", measured, least, f"no gain of {least_effect(0):.0%} or more: {interval}")
+    effect = max(abs(math.log(measured.ratio)), math.log1p(least_effect(0)))
     units = units_needed(effect, measured.deviation, looks=looks, confidence=confidence)
     blocks = f"about {4 * units} blocks" if units is not None else f"more than {4 * _MOST_UNITS} blocks"
     if measured.low > 1:

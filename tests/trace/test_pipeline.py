@@ -242,82 +242,6 @@ def test_idle_before_a_receive_is_the_bubble_while_nothing_was_sent() -> None:
     assert sum(bubble(account, 1, 1).values()) == 2700
 
 
-# ---- peers ------------------------------------------------------------------------------------------------------
-
-
-def host_stage(
-    rank: int, sends: Sequence[tuple[int, int, bool]], receives: Sequence[tuple[int, int]]
-) -> Trace:
-    """Ranges of a CPU backend: sends (peer, start, after backward work) and receives (peer, start)."""
-    rows = [Row(Category.ANNOTATION, "ProfilerStep#1", 0, 100_000)]
-    arguments: dict[int, dict[str, Any]] = {}
-    for peer, start, backward in sends:
-        if backward:
-            rows.append(Row(Category.CPU_OP, BACKWARD, start - 200, 150))
-        rows.append(Row(Category.CPU_OP, "aten::mm", start - 200, 100))
-        rows.append(Row(Category.CPU_OP, "c10d::send", start, 10))
-        arguments[len(rows) - 1] = {"Concrete Inputs": ["", "", str(peer), "0"]}
-        rows.append(Row(Category.ANNOTATION, "gloo:send", start + 5, 50, bytes=64))
-    for peer, start in receives:
-        rows.append(Row(Category.CPU_OP, "c10d::recv_", start, 10))
-        arguments[len(rows) - 1] = {"Concrete Inputs": ["", "", str(peer), "0"]}
-        rows.append(Row(Category.ANNOTATION, "gloo:recv", start + 5, 300, bytes=64))
-    group = {"pg_name": "0", "pg_desc": "default_pg", "ranks": [0, 1, 2]}
-    info = {"distributedInfo": {"backend": "gloo", "world_size": 3, "pg_config": [group]}}
-    made = trace_of_rows(rows, rank=rank, world_size=3, metadata=info)
-    return replace(made, argument_reader=lambda indices: [arguments.get(int(i), {}) for i in indices])
-
-
-def test_an_unnamed_group_is_a_pipeline_where_activations_go_up_and_gradients_down() -> None:
-    account = account_of([host_stage(1, [(2, 1000, False), (0, 3000, True)], [(0, 100), (2, 2000)])])
-    assert "communication.pp.unsplit" in account.ranks[0].whole.classes
-
-
-def test_a_ring_is_no_pipeline() -> None:
-    """Context parallelism sends keys and values to the next rank in both passes."""
-    account = account_of([host_stage(1, [(2, 1000, False), (2, 3000, True)], [(0, 100), (0, 2000)])])
-    assert "communication.pp.unsplit" not in account.ranks[0].whole.classes
-
-
-def test_messages_align_clocks_where_there_is_no_collective() -> None:
-    """Rank 1's clock is 5 us off; cause and effect leave an offset open of at most what a message takes."""
-    first = host_stage(0, [(1, t, False) for t in (1000, 5000, 9000)], [(1, t) for t in (3000, 7000, 11_000)])
-    second = host_stage(
-        1, [(0, t + 100, True) for t in (3000, 7000, 11_000)], [(0, t - 100) for t in (1000, 5000, 9000)]
-    )
-    second = replace(second, events=replace(second.events, start_ns=second.events.start_ns + 5000))
-    account = account_of([first, second])
-    assert account.clock_residual_ns is not None
-    assert account.clock_residual_ns <= 250
-    assert abs(account.clock_offsets_ns[1] + 5000) <= account.clock_residual_ns
-    assert "communication.world.transfer" in account.ranks[1].whole.classes
-    assert "communication.world.unsplit" not in account.ranks[1].whole.classes
-
-
-def test_messages_received_before_they_are_sent_align_nothing() -> None:
-    first = host_stage(
-        0, [(1, t, False) for t in (3000, 7000, 11_000)], [(1, t) for t in (5000, 9000, 13_000)]
-    )
-    second = host_stage(
-        1, [(0, t + 1100, True) for t in (5000, 9000, 13_000)], [(0, t - 1100) for t in (3000, 7000, 11_000)]
-    )
-    account = account_of([first, second])
-    refused = next(finding for finding in account.health if finding.id == "clocks_unaligned")
-    assert "before it is sent" in refused.message
-    assert account.ranks[0].whole.group_ns("bubble") == 0
-
-
-def test_sends_without_as_many_receives_are_not_matched() -> None:
-    traces = pipeline(2, 3, [1000] * 2, [2000] * 2)
-    events = traces[1].events
-    receives = np.flatnonzero(events.is_device_work() & (events.stream == 2))
-    kept = np.ones(len(events), np.bool_)
-    kept[receives[-1]] = False
-    account = account_of([traces[0], replace(traces[1], events=events.select(kept))])
-    assert any(finding.id == "unmatched_collectives" for finding in account.health)
-    assert account.ranks[1].steps[0].window.group_ns("bubble") > 0, "the other step is matched"
-
-
 # ---- against a sweep --------------------------------------------------------------------------------------------
 
 FAR = 300
@@ -497,4 +421,4 @@ def test_a_real_pipeline_of_two_stages_shows_its_bubble() -> None:
             assert waiting == window.exposed_communication_ns, "gloo's ranges begin without a gap"
             assert set(window.classes) & {"communication.pp.wait", "communication.pp.unsplit"} == set()
     pairs = {(verdict.ranks, verdict.occurrences) for verdict in account.verdicts}
-    assert pairs == {((0, 1), 8), ((1, 0), 8)}
+    assert pairs == {((0, 1), 4), ((1, 0), 4)}, "the first recorded step is left out"

@@ -1,8 +1,8 @@
 """An account for a terminal: health, waterfall, classes by rank, who waited for whom."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from drivetrain.measure.account import CLASSES, Account
+from drivetrain.measure.account import CLASSES, Account, CommunicationVerdict
 from drivetrain.report.waterfall import waterfall_text
 
 __all__ = ["account_text"]
@@ -72,5 +72,32 @@ def _ranks(account: Account) -> Iterator[str]:
             f"rank {straggler.rank} arrived last at {straggler.times_last} of {straggler.collectives} collectives; "
             f"the others waited {straggler.cost_ns_per_step / 1e6:.3f} ms a step for it"
         )
+    yield from _verdicts(account.verdicts)
     for (group, kind), bandwidth in sorted(account.bus_bandwidths.items()):
         yield f"bus bandwidth of {kind} in group {group}: {bandwidth / 1e9:.2f} GB/s"
+
+
+def _verdicts(verdicts: Sequence[CommunicationVerdict]) -> Iterator[str]:
+    """Who and what stands out, and that nobody and nothing does."""
+    for one in verdicts:
+        members = f"{one.kind} of group {one.group} (ranks {', '.join(map(str, one.ranks))})"
+        late = f"{one.late_ns_per_step / 1e6:.3f} ms a step for rank {one.late_rank}"
+        if "slow_rank" in one.losses:
+            more = (one.compute_excess_ns_per_step or 0.0) / 1e6
+            yield f"slow rank: {members} waits {late}, which computes {more:.3f} ms longer than its peers"
+        if "late_rank" in one.losses:
+            unknown = one.compute_excess_ns_per_step is None
+            why = "; whether it computes longer is unknown" if unknown else ", which does not compute longer"
+            yield f"late rank: {members} waits {late}{why}"
+        if "slow_link" in one.losses:
+            where = "in other groups of its size" if one.reference == "other_groups" else "at its best"
+            yield (
+                f"slow link: {members} moves {(one.bus_bandwidth or 0.0) / 1e9:.2f} GB/s, "
+                f"{(one.reference_bandwidth or 0.0) / 1e9:.2f} GB/s {where}; it loses "
+                f"{(one.excess_transfer_ns_per_step or 0.0) / 1e6:.3f} ms a step"
+            )
+    if verdicts and not any(one.losses for one in verdicts):
+        still_open = sum(one.reason is not None for one in verdicts)
+        kinds = "1 kind" if len(verdicts) == 1 else f"{len(verdicts)} kinds"
+        unknown = f"; {still_open} leave a question open, for reasons in --json" if still_open else ""
+        yield f"no rank and no link stands out in {kinds} of communication{unknown}"

@@ -116,10 +116,18 @@ def communication_verdicts(
         exchanges: messages.
         offsets: rank → ns to add to its times.
         span_ns: time recorded, in which a loss must count for something.
-        steps: steps in it.
+        steps: steps in it. Of numbered ones the first is left out where there are others.
     """
-    groups = [*_groups(work, matches, collectives), *_directions(work, exchanges, offsets)]
     previous = _previous(matches)
+    numbered = [*(one.step for one in matches), *(one.step for one in exchanges)]
+    numbers = {number for number in numbered if number is not None}
+    if len(numbers) > 1:  # The profiler was starting in the first one, on every rank at another time.
+        first = min(numbers)
+        kept = [i for i, match in enumerate(matches) if match.step != first]
+        matches, collectives = [matches[i] for i in kept], [collectives[i] for i in kept]
+        exchanges = [one for one in exchanges if one.step != first]
+        span_ns, steps = span_ns * (len(numbers) - 1) // len(numbers), len(numbers) - 1
+    groups = [*_groups(work, matches, collectives), *_directions(work, exchanges, offsets)]
     verdicts = [_verdict(group, groups, work, previous, offsets, span_ns, steps) for group in groups]
     return tuple(sorted(verdicts, key=lambda one: (not one.losses, -_lost(one), one.ranks, one.kind)))
 
@@ -276,6 +284,8 @@ def _lateness(
     if costs[worst] == 0:
         return _Lateness()
     excess, late = _compute_excess(worst, group, work, previous, offsets)
+    if late < _MOSTLY * costs[worst]:  # Most of it was at collectives that have none before them.
+        excess = None
     stands_out = (
         costs[worst] >= significant_ns
         and costs[worst] >= _MOSTLY * sum(costs.values())

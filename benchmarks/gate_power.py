@@ -137,17 +137,26 @@ class Session:
     def _same_code(self, seeds: Sequence[int]) -> Verdict:
         half = LOOKS[-1]
         partner = dict(zip(seeds[:half], seeds[half:], strict=True))
-        return self._statistical(self._of_seed, lambda seed: self._of_seed(partner[seed]), list(seeds[:half]))
+        # The deviation over seeds is known from the runs of the pool that are no candidate here.
+        others = [seed for seed in range(1, self.plan.pool + 1) if seed not in seeds]
+        return self._statistical(
+            self._of_seed, lambda seed: self._of_seed(partner[seed]), list(seeds[:half]), others
+        )
 
     def _statistical(
-        self, baseline: Callable[[int], Job], candidate: Callable[[int], Job], seeds: Sequence[int]
+        self,
+        baseline: Callable[[int], Job],
+        candidate: Callable[[int], Job],
+        seeds: Sequence[int],
+        others: Sequence[int] = (),
     ) -> Verdict:
+        more = [self.runs.get(baseline(seed)) for seed in others]
         pairs: list[tuple[Evidence, Evidence]] = []
         verdict = statistical_gate(pairs)
         for look in LOOKS:
             for seed in seeds[len(pairs) : look]:
                 pairs.append((self.runs.get(baseline(seed)), self.runs.get(candidate(seed))))
-            verdict = statistical_gate(pairs)
+            verdict = statistical_gate(pairs, more_baselines=more)
             if verdict.verdict != "inconclusive":
                 break
         return verdict

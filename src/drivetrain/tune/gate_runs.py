@@ -322,12 +322,23 @@ def _statistical(bench: _Bench, baseline: _Side, candidate: _Side, settings: Gat
                 complete = False
             elif complete:
                 pairs.append((base, ours))
+        more = _more_baselines(bench, baseline, seeds[: len(pairs)])
         if not complete:
-            return statistical_gate(pairs, looks=settings.looks) if pairs else verdict
-        verdict = statistical_gate(pairs, looks=settings.looks)
+            return statistical_gate(pairs, looks=settings.looks, more_baselines=more) if pairs else verdict
+        verdict = statistical_gate(pairs, looks=settings.looks, more_baselines=more)
         if verdict.verdict != "inconclusive" or "look" not in verdict.numbers:
             return verdict
     return verdict
+
+
+def _more_baselines(bench: _Bench, baseline: _Side, used: Sequence[int]) -> list[Evidence]:
+    """Runs of the baseline with seeds that are in no pair: they are there, and tell how far seeds scatter."""
+    found = []
+    for seed in sorted(bench.pool.seeds(baseline.need("")) - set(used)):
+        run = bench.pool.find(baseline.of_seed("baseline", seed))
+        if run is not None:
+            found.append(read_evidence(run, changed=bench.changed))
+    return found
 
 
 def _seeds(bench: _Bench, baseline: _Side, candidate: _Side, count: int) -> Sequence[int]:

@@ -13,7 +13,16 @@ from typing import Any, Literal
 from drivetrain.measure.statistics import mean_with_interval
 from drivetrain.tune.gate import Answer, Evidence, Verdict, refusal, with_leak_probe
 
-__all__ = ["CONFIDENCE", "LEAST_DELTA", "LOOKS", "Decision", "decide", "statistical_gate", "tail_loss"]
+__all__ = [
+    "CONFIDENCE",
+    "LEAST_DELTA",
+    "LOOKS",
+    "Decision",
+    "confidence_of_look",
+    "decide",
+    "statistical_gate",
+    "tail_loss",
+]
 
 LOOKS = (3, 5, 8)
 """Numbers of pairs after which is looked, declared beforehand."""
@@ -22,6 +31,9 @@ LEAST_DELTA = 0.01
 SIGMAS = 3.0
 CONFIDENCE = 0.95
 """Over all looks together: each look has its share of the error (Bonferroni)."""
+LAST_LOOK_SHARE = 0.6
+"""Of the allowed error, for the last look; the ones before have equal parts of the rest. Early looks are for what is
+clear at once. Equal parts would leave identical code with other seeds inconclusive twice as often (docs/gate.md)."""
 LAST_SHARE = 0.2
 
 
@@ -44,16 +56,34 @@ class Decision:
     sigma: float
 
 
-def decide(baseline: Sequence[float], candidate: Sequence[float], *, looks: int) -> Decision:
-    """Compare paired statistics, at least two of them, at one of ``looks`` looks.
+def confidence_of_look(look: int, looks: int) -> float:
+    """Confidence of the interval at look number ``look`` (from 1) of ``looks``."""
+    error = 1 - CONFIDENCE
+    if looks > 1:
+        error *= LAST_LOOK_SHARE if look == looks else (1 - LAST_LOOK_SHARE) / (looks - 1)
+    return 1 - error
+
+
+def decide(
+    baseline: Sequence[float],
+    candidate: Sequence[float],
+    *,
+    confidence: float,
+    more_seeds: Sequence[float] = (),
+) -> Decision:
+    """Compare paired statistics, at least two of them.
 
     Two-sided: wholly inside ``(-delta, delta)`` passes, wholly above fails, wholly below is suspicious - training
     that got better by a change that should change nothing usually sees what it must not see.
+
+    Args:
+        confidence: of the interval of the mean difference.
+        more_seeds: statistics of further runs of the baseline; they make its deviation better known.
     """
-    sigma = statistics.stdev(baseline)
+    sigma = statistics.stdev([*baseline, *more_seeds])
     delta = max(LEAST_DELTA, SIGMAS * sigma)
     differences = [ours - theirs for theirs, ours in zip(baseline, candidate, strict=True)]
-    mean, low, high = mean_with_interval(differences, confidence=1 - (1 - CONFIDENCE) / looks)
+    mean, low, high = mean_with_interval(differences, confidence=confidence)
     answer: Literal["pass", "fail", "suspicious", "inconclusive"]
     if -delta < low and high < delta:
         answer = "pass"
@@ -79,34 +109,39 @@ def tail_loss(run: Evidence, total_tokens: int) -> float | None:
 
 
 def statistical_gate(
-    pairs: Sequence[tuple[Evidence, Evidence]], *, looks: Sequence[int] = LOOKS, share_data_order: bool = True
+    pairs: Sequence[tuple[Evidence, Evidence]],
+    *,
+    looks: Sequence[int] = LOOKS,
+    more_baselines: Sequence[Evidence] = (),
 ) -> Verdict:
     """Judge pairs (baseline, candidate) at each look that there are pairs for; the first that decides counts.
 
     Both statistics, training loss over the last 20% of tokens and held-out loss, must pass.
 
     Args:
-        pairs: of one seed and data order each, in the order they are looked at.
+        pairs: each of one data order, in the order they are looked at.
         looks: declared numbers of pairs, increasing.
-        share_data_order: whether one data order is demanded of a pair.
+        more_baselines: further runs of the baseline with other seeds and the same data order, finished.
     """
     if not pairs:
         return Verdict("statistical", "inconclusive", f"no pair of runs; the first look needs {looks[0]}")
-    refused = _refused(pairs, share_data_order)
+    refused = _refused(pairs)
     if refused is not None:
         return refused
     values = _statistics(pairs)
     if isinstance(values, Verdict):
         return values
+    more = _of_more_seeds(pairs[0][0], more_baselines)
     verdict = Verdict("statistical", "inconclusive", "")
     for look, count in enumerate(looks, 1):
         if count > len(pairs) or count < 2:
             break
+        confidence = confidence_of_look(look, len(looks))
         decisions = {
-            name: decide(base[:count], ours[:count], looks=len(looks))
+            name: decide(base[:count], ours[:count], confidence=confidence, more_seeds=more[name])
             for name, (base, ours) in values.items()
         }
-        verdict = _joined(decisions, count, look, looks)
+        verdict = _joined(decisions, count, look, looks, confidence)
         if verdict.verdict != "inconclusive":
             return with_leak_probe(verdict, pairs[0])
     following = next((count for count in looks if count > len(pairs)), None)
@@ -119,13 +154,13 @@ def statistical_gate(
     return Verdict("statistical", "inconclusive", why, verdict.numbers)
 
 
-def _refused(pairs: Sequence[tuple[Evidence, Evidence]], share_data_order: bool) -> Verdict | None:
+def _refused(pairs: Sequence[tuple[Evidence, Evidence]]) -> Verdict | None:
     reference = pairs[0][0]
     for baseline, candidate in pairs:
         refused = refusal("statistical", baseline, candidate) or refusal("statistical", reference, baseline)
         if refused is not None:
             return refused
-        if share_data_order and baseline.data_seed != candidate.data_seed:
+        if baseline.data_seed != candidate.data_seed:
             why = f"{baseline.name} and {candidate.name} saw their data in another order: a pair shares data.seed"
             return Verdict("statistical", "not comparable", why)
         if baseline.points and candidate.points:
@@ -172,10 +207,32 @@ def _statistics(
     return {"train_loss": train, "held_out_loss": held_out}
 
 
+def _of_more_seeds(reference: Evidence, runs: Sequence[Evidence]) -> dict[str, list[float]]:
+    """The statistics of further baselines, of those that are like the first one."""
+    found: dict[str, list[float]] = {"train_loss": [], "held_out_loss": []}
+    for run in runs:
+        alike = (
+            run.end == "finished"
+            and run.dataset == reference.dataset
+            and run.data_seed == reference.data_seed
+        )
+        tokens = [point.tokens for point in run.points]
+        if not alike or run.environment != reference.environment or not tokens:
+            continue
+        loss = tail_loss(run, tokens[-1])
+        if loss is None or run.held_out is None or tokens[-1] != reference.points[-1].tokens:
+            continue
+        found["train_loss"].append(loss)
+        found["held_out_loss"].append(run.held_out)
+    return found
+
+
 _WORDS = {"train_loss": "training loss of the last 20% of tokens", "held_out_loss": "held-out loss"}
 
 
-def _joined(decisions: dict[str, Decision], count: int, look: int, looks: Sequence[int]) -> Verdict:
+def _joined(
+    decisions: dict[str, Decision], count: int, look: int, looks: Sequence[int], confidence: float
+) -> Verdict:
     """One verdict of both statistics."""
     answers = [decision.answer for decision in decisions.values()]
     answer: Answer = next(
@@ -198,7 +255,7 @@ def _joined(decisions: dict[str, Decision], count: int, look: int, looks: Sequen
         "pairs": count,
         "look": look,
         "looks": list(looks),
-        "confidence": 1 - (1 - CONFIDENCE) / len(looks),
+        "confidence": confidence,
     }
     numbers |= {
         name: {

@@ -248,7 +248,8 @@ def test_verdicts_are_in_the_document() -> None:
 @pytest.mark.skipif(not SHARED_TRACES.exists(), reason="the shared public traces are not here")
 def test_no_link_of_real_traces_is_called_slow() -> None:
     """Eight ranks of a recommendation model: rank 7 comes late to the all-to-alls, most of all to the first one, before
-    which nobody knows what was computed; nothing speaks against the links. Four ranks over gloo on two cores: transfers differ by scheduling."""
+    which nobody knows what was computed; nothing speaks against the links. Four ranks over gloo on two cores: transfers
+    differ by scheduling."""
     files = sorted((SHARED_TRACES / "param" / "dlrm_kineto_8ranks").glob("*.json*"))
     account = account_of(read_trace(file, cache=False) for file in files)
     assert {(one.kind, one.losses, one.late_rank) for one in account.verdicts} == {

@@ -86,8 +86,8 @@ def _verdicts(verdicts: Sequence[CommunicationVerdict]) -> Iterator[str]:
             more = (one.compute_excess_ns_per_step or 0.0) / 1e6
             yield f"slow rank: {members} waits {late}, which computes {more:.3f} ms longer than its peers"
         if "late_rank" in one.losses:
-            unknown = one.compute_excess_ns_per_step is None
-            why = "; whether it computes longer is unknown" if unknown else ", which does not compute longer"
+            known = one.compute_excess_ns_per_step is not None
+            why = ", which does not compute longer" if known else "; whether it computes longer is unknown"
             yield f"late rank: {members} waits {late}{why}"
         if "slow_link" in one.losses:
             where = "in other groups of its size" if one.reference == "other_groups" else "at its best"

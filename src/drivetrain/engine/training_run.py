@@ -129,11 +129,11 @@ class TrainingRun:
         self._note(self.optimisations.end(), "end")
 
     def _note(self, records: Sequence[OptimisationRecord], when: str) -> None:
-        """An event for each record, a warning for each request that is without effect, a line for the others."""
+        """An event for each record, a warning for each request without effect, a line for the others at the start."""
         for record in records:
             self.logbook.event("optimisation", when=when, **record.to_document())
         active = [record.name for record in records if record.active]
-        if active:
+        if active and when == "start":
             self.logbook.say(f"optimisations in effect: {', '.join(active)}")
         for finding in filter(None, map(finding_of, records)):
             self.logbook.warn(finding)

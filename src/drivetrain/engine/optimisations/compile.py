@@ -30,7 +30,8 @@ def _at_end(_building: Building) -> Status:
     given_up, tried = frames_given_up()
     if given_up:
         return Status(
-            active=True, reason=f"torch.compile gave up on {given_up} of {tried} pieces of code, which ran eagerly"
+            active=True,
+            reason=f"torch.compile gave up on {given_up} of {tried} pieces of code, which ran eagerly",
         )
     return Status(active=True)
 

@@ -154,7 +154,8 @@ def _series(
     name: str,
     values: Callable[[Evidence], NDArray[np.float64]],
 ) -> _Finding:
-    """At each step ``|difference| <= 3 x`` the 95th percentile of the perturbed runs' differences around it."""
+    """At each step ``|difference| <= 3 x`` the 95th percentile of the perturbed runs' differences around it, or of the
+    largest at the step itself where that is more."""
     reference = values(baseline)
     scattered = np.stack([np.abs(values(run) - reference) for run in perturbed])
     envelope = _envelope(scattered, _floor(reference))
@@ -181,14 +182,15 @@ def _series(
 
 
 def _envelope(scattered: NDArray[np.float64], floor: float) -> NDArray[np.float64]:
-    """(steps,): 95th percentile of (runs, steps) absolute differences within the steps around each."""
+    """(steps,): 95th percentile of (runs, steps) absolute differences within the steps around each, and at least the
+    largest at the step itself: a batch that makes runs jump apart does so in all of them."""
     steps = scattered.shape[1]
     reach = max(NEIGHBOURS, round(NEIGHBOUR_SHARE * steps))
     found = [
         percentile(scattered[:, max(0, step - reach) : step + reach + 1].ravel().tolist(), SHARE)
         for step in range(steps)
     ]
-    return np.maximum(np.array(found, dtype=np.float64), floor)
+    return np.maximum(np.maximum(np.array(found, dtype=np.float64), scattered.max(axis=0)), floor)
 
 
 def _floor(values: NDArray[np.float64]) -> float:

@@ -74,6 +74,18 @@ class _Group:
     transfers: tuple[_Transfer, ...]
 
 
+_Key = tuple[str, str, int, int]
+"""Label, kind, number of ranks and payload."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """Transfers of the same label, kind, number of ranks and payload, by position of their group."""
+
+    transfers: Mapping[_Key, Mapping[int, Sequence[_Transfer]]]
+    durations: Mapping[_Key, Mapping[int, NDArray[np.float64]]]
+
+
 @dataclass(frozen=True)
 class _Lateness:
     rank: int | None = None
@@ -128,7 +140,10 @@ def communication_verdicts(
         exchanges = [one for one in exchanges if one.step != first]
         span_ns, steps = span_ns * (len(numbers) - 1) // len(numbers), len(numbers) - 1
     groups = [*_groups(work, matches, collectives), *_directions(work, exchanges, offsets)]
-    verdicts = [_verdict(group, groups, work, previous, offsets, span_ns, steps) for group in groups]
+    alike = _alike(groups)
+    verdicts = [
+        _verdict(i, group, alike, work, previous, offsets, span_ns, steps) for i, group in enumerate(groups)
+    ]
     return tuple(sorted(verdicts, key=lambda one: (not one.losses, -_lost(one), one.ranks, one.kind)))
 
 
@@ -196,7 +211,8 @@ def _exposed_transfer(work: Mapping[int, RankWork], rows: Sequence[Mapping[int, 
     """Exposed time of each collective after its last rank came, mean over its ranks."""
     sums = np.zeros(len(rows))
     counts = np.zeros(len(rows))
-    for rank, mine in work.items():
+    for rank in sorted({rank for one in rows for rank in one}):
+        mine = work[rank]
         places = np.array([i for i, one in enumerate(rows) if rank in one], np.intp)
         own = np.array([rows[i][rank] for i in places.tolist()], np.intp)
         ends = mine.records.end_ns[own]
@@ -222,8 +238,9 @@ def _previous(matches: Sequence[Match]) -> dict[tuple[int, int], int]:
 
 
 def _verdict(
+    index: int,
     group: _Group,
-    groups: Sequence[_Group],
+    alike: _Alike,
     work: Mapping[int, RankWork],
     previous: Mapping[tuple[int, int], int],
     offsets: Mapping[int, int],
@@ -239,7 +256,7 @@ def _verdict(
         if group.label != "pp" and group.kind != "send":
             lateness = _lateness(group, work, previous, offsets, significant_ns)
         on_device = all(work[rank].on_device for rank in group.ranks)
-        speed = _speed(group, groups, significant_ns, on_device)
+        speed = _speed(index, group, alike, significant_ns, on_device)
         if speed.reference is None:
             reason = f"no other group of {len(group.ranks)} ranks moves the same payload, and " + (
                 f"fewer than {_LEAST_FOR_OWN_BEST} transfers of one payload tell no best of its own"
@@ -337,10 +354,32 @@ def _compute_excess(
     return (excess if known else None), late
 
 
-def _speed(group: _Group, groups: Sequence[_Group], significant_ns: float, on_device: bool) -> _Speed:
+def _alike(groups: Sequence[_Group]) -> _Alike:
+    """Transfers that may be compared, sorted out by what must be the same; too few of a group tell nothing."""
+    found: dict[_Key, dict[int, list[_Transfer]]] = {}
+    for i, group in enumerate(groups):
+        for size, one in zip(group.payload, group.transfers, strict=True):
+            if size and one.bandwidth is not None:
+                key = (group.label, group.kind, len(group.ranks), size)
+                found.setdefault(key, {}).setdefault(i, []).append(one)
+    enough = {
+        key: {i: transfers for i, transfers in of_group.items() if len(transfers) >= _LEAST}
+        for key, of_group in found.items()
+    }
+    durations = {
+        key: {
+            i: np.array([one.duration_ns for one in transfers], np.float64) for i, transfers in mine.items()
+        }
+        for key, mine in enough.items()
+    }
+    return _Alike(enough, durations)
+
+
+def _speed(index: int, group: _Group, alike: _Alike, significant_ns: float, on_device: bool) -> _Speed:
     """The payload whose transfers lose most, against other groups where there are any, else its own best."""
-    payloads = sorted({size for size in group.payload if size})
-    found = [speed for size in payloads if (speed := _speed_of(size, group, groups, on_device)).reference]
+    sizes = sorted({size for size in group.payload if size})
+    keys = [(group.label, group.kind, len(group.ranks), size) for size in sizes]
+    found = [speed for key in keys if (speed := _speed_of(index, key, alike, on_device)).reference]
     if not found:
         return _Speed()
     worst = max(found, key=lambda one: (one.is_slow, one.excess_ns or 0.0))
@@ -355,29 +394,15 @@ def _speed(group: _Group, groups: Sequence[_Group], significant_ns: float, on_de
     )
 
 
-def _of_payload(size: int, group: _Group) -> list[_Transfer]:
-    return [
-        one
-        for one, payload in zip(group.transfers, group.payload, strict=True)
-        if payload == size and one.bandwidth is not None
-    ]
-
-
-def _speed_of(size: int, group: _Group, groups: Sequence[_Group], on_device: bool) -> _Speed:
-    mine = _of_payload(size, group)
-    if len(mine) < _LEAST:
+def _speed_of(index: int, key: _Key, alike: _Alike, on_device: bool) -> _Speed:
+    mine = alike.transfers.get(key, {}).get(index, [])
+    if not mine:
         return _Speed()
-    durations = np.array([one.duration_ns for one in mine], np.float64)
-    alike = [
-        _of_payload(size, other)
-        for other in groups
-        if other is not group
-        and (other.label, other.kind, len(other.ranks)) == (group.label, group.kind, len(group.ranks))
-    ]
-    others = [one for transfers in alike if len(transfers) >= _LEAST for one in transfers]
+    durations = alike.durations[key][index]
+    others = [theirs for i, theirs in alike.durations[key].items() if i != index]
     reference: Literal["other_groups", "own_best"]
     if others:
-        theirs = np.array([one.duration_ns for one in others], np.float64)
+        theirs = np.concatenate(others)
         reference, best = "other_groups", float(np.median(theirs))
         is_slow = bool(
             np.median(durations) >= _SLOWER * best

@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 from drivetrain.archive.writer import RunWriter
 from drivetrain.cli import compare
 from drivetrain.config import load_config, to_toml
-from drivetrain.errors import RunError
+from drivetrain.errors import DrivetrainError, RunError
+from runs_on_the_spot import Tiny
 
 Invoke = Callable[..., Result]
 
@@ -116,6 +117,69 @@ def test_a_folder_that_is_no_run_is_bad_input(invoke: Invoke, tmp_path: Path) ->
     make_run(tmp_path, "first")
     with pytest.raises(RunError, match=r"run\.json is missing"):
         invoke("first", tmp_path, "--runs-dir", tmp_path)
+
+
+def test_the_gate_answers_by_its_exit_code_and_one_document(invoke: Invoke, tmp_path: Path) -> None:
+    first, second = make_run(tmp_path, "first"), make_run(tmp_path, "second")
+    result = invoke(first, second, "--gate", "--json")
+    document = json.loads(result.stdout)
+    assert document.keys() == {"schema", "tier", "verdict", "why", "numbers"}
+    assert (result.exit_code, document["tier"], document["verdict"]) == (1, "exact", "inconclusive")
+    assert set(document["numbers"]["missing"]) == {"baseline", "candidate"}
+    text = invoke(first, second, "--gate").stdout
+    assert "verdict   inconclusive" in text
+    assert "drivetrain train" in text
+
+
+def test_runs_of_several_changes_or_environments_are_not_comparable(invoke: Invoke, tmp_path: Path) -> None:
+    first = make_run(tmp_path, "first")
+    other = make_run(tmp_path, "other", torch="2.11.0")
+    result = invoke(first, other, "--gate", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["verdict"]) == (2, "not comparable")
+    assert "torch 2.13.0 and 2.11.0" in json.loads(result.stdout)["why"]
+    file = other / "config.toml"
+    file.write_text(
+        file.read_text().replace("num_workers = 0", "num_workers = 3").replace("lr = 0.001", "lr = 0.1")
+    )
+    result = invoke(first, other, "--gate", "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["tier"]) == (2, None)
+    assert "data.num_workers, optimizer.lr" in document["why"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tier", "exact"], "add --gate"),
+        (["--run-missing"], "add --gate"),
+        (["--gate", "--tier", "statistic"], "did you mean statistical"),
+    ],
+)
+def test_options_of_the_gate_are_refused_without_it_or_misspelt(
+    invoke: Invoke, tmp_path: Path, options: list[str], message: str
+) -> None:
+    runs = make_run(tmp_path, "first"), make_run(tmp_path, "second")
+    with pytest.raises(DrivetrainError, match=message):
+        invoke(*runs, *options)
+
+
+def test_the_gate_takes_two_runs(invoke: Invoke, tmp_path: Path) -> None:
+    with pytest.raises(DrivetrainError, match="3 were given"):
+        invoke(*[make_run(tmp_path, name) for name in "abc"], "--gate")
+
+
+def test_the_gate_passes_fails_and_makes_what_is_missing_from_the_command_line(tiny: Tiny) -> None:
+    settings = ["training.train_iters=20", "training.eval_iters=0", "run.deterministic=true"]
+    first = tiny.train(*settings, options=["--probe"])["run"]
+    second = tiny.train(*settings, "data.num_workers=1", options=["--parent", Path(first).name])["run"]
+    third = tiny.train(*settings, "optimizer.lr=1e-3")["run"]
+    lacking = tiny.run("compare", first, second, "--gate")
+    assert (lacking.returncode, "--probe" in lacking.stdout) == (1, True)
+    made = tiny.run("compare", first, second, "--gate", "--run-missing", "--json")
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert json.loads(made.stdout)["verdict"] == "pass"
+    failed = tiny.run("compare", first, third, "--gate", "--json")
+    assert (failed.returncode, json.loads(failed.stdout)["verdict"]) == (1, "fail")
 
 
 def test_help_has_an_example(invoke: Invoke) -> None:

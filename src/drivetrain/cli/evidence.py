@@ -58,7 +58,8 @@ def _observation(run: Run, window: Mapping[str, Any]) -> Observation:
     from drivetrain.trace.read import read_trace
 
     name = min(window["file_bytes"], key=lambda file: (len(file), file))
-    trace = read_trace(run.path / window["path"] / name)
+    # No columns are kept beside the trace: nobody has asked for more than the training yet.
+    trace = read_trace(run.path / window["path"] / name, cache=False)
     return observe(trace, classify(trace, None))
 
 

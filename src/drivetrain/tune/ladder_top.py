@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.archive.atomic import write_text
 from drivetrain.config import tokens_per_step
+from drivetrain.measure.statistics import least_effect
 from drivetrain.tune.candidates import illegal
 from drivetrain.tune.ladder_bench import Bench
 from drivetrain.tune.ladder_records import (
@@ -82,9 +83,7 @@ class Top:
         fill(step, found)
         step["device_seconds"] += self._bench.journal.device_seconds - before
         measured = found["measured"]
-        useless = measured is not None and (
-            measured["ratio"] >= 1 or measured["low"] > 1 - found["least_effect"]
-        )
+        useless = measured is not None and (measured["ratio"] >= 1 or measured["low"] > 1 - least_effect(0))
         if not useless:
             slower = found["state"] == "slower" or measured is None
             step["kept"] = True

@@ -5,6 +5,7 @@ do (memory layout, thread placement), so that steps of one process are no indepe
 ``docs/tune.md``.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ __all__ = ["Judgement", "Noise", "SpeedRatio", "judge", "noise_of", "speed_ratio
 
 State = Literal["faster", "slower", "no gain", "undecided"]
 _MOST_UNITS = 1000
+_quantile = functools.cache(student_t_quantile)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def speed_ratio(order: str, speeds: Sequence[float], *, confidence: float) -> Sp
     residual = logs - design @ solution
     freedom = len(order) - len(columns)
     deviation = math.sqrt(float(residual @ residual) / freedom)
-    half = student_t_quantile((1 + confidence) / 2, freedom) * deviation * math.sqrt(4 / len(order))
+    half = _quantile((1 + confidence) / 2, freedom) * deviation * math.sqrt(4 / len(order))
     log_ratio = float(solution[1])
     return SpeedRatio(
         math.exp(log_ratio), _exp(log_ratio - half), _exp(log_ratio + half), deviation, confidence
@@ -158,7 +160,7 @@ def units_needed(effect: float, deviation: float, *, looks: int, confidence: flo
     """Units of ABBA whose interval is no wider than ``effect`` (log) to each side; None: more than can be counted."""
     for units in range(1, _MOST_UNITS + 1):
         freedom = 2 if units == 1 else 4 * units - 3
-        quantile = student_t_quantile(1 - (1 - confidence) / looks / 2, freedom)
+        quantile = _quantile(1 - (1 - confidence) / looks / 2, freedom)
         if quantile * deviation * math.sqrt(1 / units) <= effect:
             return units
     return None

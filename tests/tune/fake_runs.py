@@ -1,0 +1,195 @@
+"""A runner whose runs take no time: their figures follow from the configuration by a cost model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.atomic import write_json
+from drivetrain.archive.writer import RunWriter
+from drivetrain.config import RunConfig, load_config, to_toml
+from drivetrain.tune.gate import Verdict
+from drivetrain.tune.trainer import Attempt, Outcome, Trainer
+
+BASELINE = """
+[model]
+num_layers = 2
+hidden_size = 32
+num_attention_heads = 2
+seq_length = 32
+vocab_size = 384
+
+[training]
+micro_batch_size = 4
+global_batch_size = 8
+train_iters = 400
+
+[lr_schedule]
+lr_warmup_tokens = 51200
+
+[optimizer]
+fused = false
+
+[precision]
+params_dtype = "fp32"
+"""
+OVERHEAD = 1.25
+START_S = 2.0
+
+
+def classes_of(config: RunConfig) -> dict[str, float]:
+    """Seconds of each class in a step of 100 ms, of which loader, products and update can be had."""
+    bf16 = config.precision.params_dtype == "bf16"
+    workers = config.data.num_workers
+    return {
+        "compute.matmul": 0.015 if bf16 else 0.030,
+        "compute.norm": 0.004 if config.fusion.compile else 0.010,
+        "compute.optimizer": 0.010 if config.optimizer.fused else 0.020,
+        # Each worker brings less than the one before, and beyond four they take cores from the computation.
+        "data.loader": 0.040 / (1 + workers) if workers <= 4 else 0.008 + 0.004 * (workers - 4),
+    }
+
+
+def kilobytes_of(config: RunConfig) -> int:
+    """Peak memory; bf16 saves some."""
+    return 900 if config.precision.params_dtype == "bf16" else 1000
+
+
+class FakeRunner:
+    """Writes run directories by the cost model.
+
+    Attributes:
+        failures: answers a configuration with (outcome, message), or None where it runs well.
+        started: (verb, name of the run) of every attempt.
+        before: called before each attempt.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[RunConfig], Mapping[str, float]] = classes_of,
+        failures: Callable[[RunConfig], tuple[Outcome, str] | None] = lambda _config: None,
+        inactive: Callable[[RunConfig], str | None] = lambda _config: None,
+    ) -> None:
+        self.model = model
+        self.failures = failures
+        self.inactive = inactive
+        self.started: list[tuple[str, str]] = []
+        self.options: list[list[str]] = []
+        self.before: Callable[[], None] = lambda: None
+
+    def train(
+        self,
+        config: Path,
+        overrides: Sequence[str],
+        *,
+        options: Sequence[str] = (),
+        world_size: int = 1,
+        timeout_s: float | None = None,
+    ) -> Attempt:
+        self.options.append(list(options))
+        return self._run("train", load_config(str(config), overrides).config, 1.0)
+
+    def profile(
+        self,
+        config: Path,
+        overrides: Sequence[str],
+        *,
+        steps: int,
+        world_size: int = 1,
+        timeout_s: float | None = None,
+    ) -> Attempt:
+        changed = load_config(str(config), [*overrides, f"training.train_iters={2 * steps}"]).config
+        attempt = self._run("profile", changed, 1.0)
+        if attempt.run is None or attempt.summary is None:
+            return attempt
+        classes = {name: round(1e9 * s * OVERHEAD) for name, s in self.model(changed).items()}
+        step = {
+            "step": 1,
+            **dict.fromkeys(_WINDOW, None),
+            "window_ns": sum(classes.values()),
+            "classes": classes,
+            "unexplained_ns": 0,
+        }
+        whole = {key: value for key, value in step.items() if key != "step"}
+        account = {"ranks": [{"rank": 0, "whole": whole, "steps": [step, {**step, "step": 2}]}]}
+        window = {"first": 1, "last": 2, "name_table": "1", "account": account}
+        write_json(attempt.run / "account.json", {"schema": 1, "windows": [window]})
+        document = {"training": attempt.summary, "overhead": {"ratio": OVERHEAD}}
+        return Attempt("finished", attempt.run, "", attempt.elapsed_s, document)
+
+    def _run(self, verb: str, config: RunConfig, slower: float) -> Attempt:
+        self.before()
+        name = config.run.name or "run"
+        self.started.append((verb, name))
+        failure = self.failures(config)
+        steps = config.training.train_iters
+        step_s = slower * sum(self.model(config).values())
+        if failure is not None:
+            return Attempt(failure[0], None, failure[1], START_S, None)
+        manifest: dict[str, Any] = {
+            "config_hash": "0",
+            "layout": {"world_size": 1},
+            "provenance": {},
+            "devices": {},
+            "dataset": {},
+            "seed": 1,
+        }
+        with RunWriter.create(
+            config.run.runs_dir, name, config_toml=to_toml(config), manifest=manifest
+        ) as writer:
+            writer.open_segment(1)
+            for step in range(1, steps + 1):
+                tags = ["warmup"] if step <= 2 else []
+                writer.log_metrics(step, {"time/step_s": step_s * (3 if tags else 1)}, tags)
+            path = writer.path
+        reason = self.inactive(config)
+        summary = {
+            "run": str(path),
+            "status": "finished",
+            "step_time_s": {"p50": step_s},
+            "wall": {"steps_s": steps * step_s},
+            "peak_memory_bytes": 1000 * kilobytes_of(config),
+            "optimisations": [
+                {
+                    "name": "compile",
+                    "requested": config.fusion.compile,
+                    "active": reason is None,
+                    "reason": reason,
+                }
+            ],
+        }
+        return Attempt("finished", path, "", START_S + steps * step_s, summary)
+
+
+_WINDOW = (
+    "busy_ns",
+    "idle_ns",
+    "compute_ns",
+    "communication_ns",
+    "overlapped_communication_ns",
+    "exposed_communication_ns",
+    "copy_ns",
+    "exposed_copy_ns",
+)
+
+
+class FakeGate:
+    """Passes everything but what it is told to judge otherwise; each gate costs two fake runs."""
+
+    def __init__(self, verdicts: Callable[[RunConfig], str] = lambda _config: "pass") -> None:
+        self.verdicts = verdicts
+        self.held: list[tuple[str, str, str]] = []
+
+    def __call__(self, baseline: Path, candidate: Path, tier: Any, trainer: Trainer) -> Verdict:
+        for side in (baseline, candidate):
+            trainer.train(
+                side,
+                [
+                    "run.name=gate",
+                    f"run.runs_dir={baseline.parent.parent / 'runs'}",
+                    "training.train_iters=4",
+                    "lr_schedule.lr_decay_tokens=102400",
+                ],
+            )
+        self.held.append((baseline.name, candidate.name, tier))
+        answer: Any = self.verdicts(load_config(str(candidate)).config)
+        return Verdict(tier, answer, f"said to be {answer}")

@@ -33,6 +33,7 @@ OVERRIDES = (
 SETTINGS = TrialSettings(steps=30, looks=(1,))
 TRIALS, QUICK_TRIALS = 60, 12
 LEAST_COVERED = 0.9
+HERE = Path(__file__).resolve().parent
 
 
 def trials(folder: Path, count: int) -> list[dict[str, Any]]:
@@ -115,7 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials: some minutes")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--folder", type=Path, default=Path(".drivetrain-cache/trial_aa"), help="finished trials")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=HERE.parent / "runs" / "trial-aa",
+        help="finished trials (default: runs/trial-aa)",
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     done = trials(options.folder, QUICK_TRIALS if options.quick else TRIALS)

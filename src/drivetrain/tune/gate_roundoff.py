@@ -190,7 +190,9 @@ def _envelope(scattered: NDArray[np.float64], floor: float) -> NDArray[np.float6
         percentile(scattered[:, max(0, step - reach) : step + reach + 1].ravel().tolist(), SHARE)
         for step in range(steps)
     ]
-    return np.maximum(np.maximum(np.array(found, dtype=np.float64), scattered.max(axis=0)), floor)
+    around = np.array(found, dtype=np.float64)
+    largest: NDArray[np.float64] = scattered.max(axis=0)
+    return np.maximum(np.maximum(around, largest), floor).astype(np.float64)
 
 
 def _floor(values: NDArray[np.float64]) -> float:

@@ -166,7 +166,7 @@ def _surroundings(draw: st.DrawFn, world_size: int, profiles: bool) -> Values:
             "data_parallel_size": _maybe(draw, world_size),
             "distributed_timeout_minutes": draw(st.sampled_from([1, 10.0])),
         },
-        "overlap": {"bucket_size_mb": draw(st.sampled_from([0.01, 25]))},
+        "overlap": {"bucket_size_mb": draw(st.sampled_from([0, 0.01, 25]))},
         "fusion": {"compile": draw(st.booleans())},
         "memory": {"device_memory_limit_bytes": _maybe(draw, 2**40)},
         "precision": {"params_dtype": draw(st.sampled_from(["fp32", "bf16"]))},

@@ -82,7 +82,7 @@ class OptimisationRecord:
         name: of the catalogue's entry.
         field: the configuration leaf that requests it.
         value: that leaf's value.
-        requested: whether the value asks for it.
+        requested: whether the value asks for it; a default that can have no effect in this run does not.
         active: whether the engine has put it into effect.
         reason: why it is not active although requested, or what is to be known of it; None otherwise.
         evidence: None until a window was profiled.

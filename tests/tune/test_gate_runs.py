@@ -19,7 +19,7 @@ from drivetrain.engine.parallel.data_parallel import DataParallel
 from drivetrain.engine.parallel.process_group import Ranks
 from drivetrain.engine.random_state import deterministic
 from drivetrain.engine.worker import work
-from drivetrain.errors import RunError
+from drivetrain.errors import DrivetrainError, RunError
 from drivetrain.tune import gate_plan, gate_runs
 from drivetrain.tune.gate_change import tier_of_change
 from drivetrain.tune.gate_files import read_evidence, read_gradients
@@ -283,6 +283,24 @@ def test_a_run_that_skipped_steps_in_its_log_is_refused(tiny: Tiny) -> None:
     found = gate_of_runs(first, second)
     assert found.verdict == "not comparable"
     assert "monitor.log_interval=1" in found.why
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"exact_steps": 19},
+        {"roundoff_steps": 5},
+        {"statistical_steps": 4},
+        {"perturbations": 2},
+        {"eval_iters": 0},
+        {"looks": ()},
+        {"looks": (1, 3)},
+        {"looks": (5, 3)},
+    ],
+)
+def test_settings_that_can_decide_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DrivetrainError, match=next(iter(wrong))):
+        GateSettings(**wrong)
 
 
 def test_tiers_of_changes() -> None:

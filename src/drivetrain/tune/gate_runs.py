@@ -3,24 +3,30 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.config import RunConfig, data_seed, load_config, tokens_per_step
 from drivetrain.config.serialise import differing_leaves
-from drivetrain.errors import RunError
+from drivetrain.errors import DrivetrainError, RunError
 from drivetrain.tune.gate import Evidence, Tier, Verdict, refusal
 from drivetrain.tune.gate_change import change_of, tier_of_change
+from drivetrain.tune.gate_exact import LEAST_STEPS as EXACT_LEAST
 from drivetrain.tune.gate_exact import exact_gate
 from drivetrain.tune.gate_files import read_evidence
 from drivetrain.tune.gate_plan import Need, Pool, this_code
-from drivetrain.tune.gate_roundoff import round_off_gate
+from drivetrain.tune.gate_roundoff import LEAST_PERTURBATIONS, round_off_gate
+from drivetrain.tune.gate_roundoff import LEAST_STEPS as ROUNDOFF_LEAST
 from drivetrain.tune.gate_statistical import LOOKS, statistical_gate
 from drivetrain.tune.short_run import as_override, short_run
 from drivetrain.tune.trainer import Trainer
 
 __all__ = ["GateSettings", "gate_of_runs", "run_gate"]
+
+_LEAST_STATISTICAL_STEPS = 5
+"""So that the last 20% of the tokens is a step."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,24 @@ class GateSettings:
     eval_iters: int = 8
     world_size: int = 1
     timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise DrivetrainError where no answer but ``inconclusive`` could come of it."""
+        least = {
+            "exact_steps": EXACT_LEAST,
+            "roundoff_steps": ROUNDOFF_LEAST,
+            "statistical_steps": _LEAST_STATISTICAL_STEPS,
+            "perturbations": LEAST_PERTURBATIONS,
+            "eval_iters": 1,
+        }
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise DrivetrainError(
+                    f"the gate's {name} = {getattr(self, name)} decides nothing; at least {limit}"
+                )
+        looks = self.looks
+        if not looks or looks[0] < 2 or any(one >= two for one, two in pairwise(looks)):
+            raise DrivetrainError(f"the gate's looks = {looks} must increase, from at least 2 pairs on")
 
 
 class _Stop(Exception):

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.archive.atomic import write_json
+from drivetrain.archive.tunes import Tune
 from drivetrain.archive.writer import RunWriter
 from drivetrain.config import RunConfig, load_config, to_toml
 from drivetrain.tune.gate import Verdict
+from drivetrain.tune.ladder_settings import LadderSettings
+from drivetrain.tune.session import climb_tune, start_tune
 from drivetrain.tune.trainer import Attempt, Outcome, Trainer
 
 BASELINE = """
@@ -193,3 +196,35 @@ class FakeGate:
         self.held.append((baseline.name, candidate.name, tier))
         answer: Any = self.verdicts(load_config(str(candidate)).config)
         return Verdict(tier, answer, f"said to be {answer}")
+
+
+DAY = 86400.0
+
+
+class Climb:
+    """A tune of the fake baseline in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        (folder / "base.toml").write_text(BASELINE)
+
+    def start(self, overrides: tuple[str, ...] = (), **settings: Any) -> Path:
+        loaded = load_config(str(self.folder / "base.toml"), overrides)
+        declared = LadderSettings(**{"budget_s": DAY, "trial_steps": 4, "knob_trials": 0, **settings})
+        return start_tune(loaded, overrides, declared, self.folder / "tunes")
+
+    def __call__(
+        self,
+        runner: FakeRunner | None = None,
+        gate: FakeGate | None = None,
+        missing: Callable[[str], str | None] = lambda _name: None,
+        **settings: Any,
+    ) -> Tune:
+        return climb_tune(
+            self.start(**settings),
+            runner=runner or FakeRunner(),
+            gate=gate or FakeGate(),
+            missing=missing,
+            say=self.said.append,
+        )

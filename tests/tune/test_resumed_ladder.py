@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_runs import Climb, FakeGate, FakeRunner
 
 from drivetrain.archive import tunes
 from drivetrain.archive.tunes import hold_tune, open_tune
 from drivetrain.errors import RunError
 from drivetrain.tune.session import climb_tune
-from fake_runs import FakeGate, FakeRunner
-from test_ladder import Climb
 
 SETTINGS: dict[str, Any] = {
     "only": ("data_workers", "bf16", "fused_adamw"),

@@ -51,6 +51,10 @@ class Meter:
         )
         return self._count(attempt, world_size)
 
+    def restart(self) -> None:
+        """Count from nothing: a piece costs the same whatever was done before it."""
+        self.elapsed_s = self.device_seconds = 0.0
+
     def _count(self, attempt: Attempt, world_size: int) -> Attempt:
         # A run that somebody else stopped is no result: the piece it belongs to is done again.
         if attempt.outcome == "interrupted":
@@ -84,13 +88,13 @@ class Journal:
         self._asked.add(key)
         entry = self._known.get(key)
         if entry is None:
-            before = self._meter.elapsed_s, self._meter.device_seconds
+            self._meter.restart()
             result = work()
             entry = {
                 "piece": key,
                 "result": result,
-                "elapsed_s": self._meter.elapsed_s - before[0],
-                "device_seconds": self._meter.device_seconds - before[1],
+                "elapsed_s": self._meter.elapsed_s,
+                "device_seconds": self._meter.device_seconds,
             }
             self.entries.append(entry)
             self._known[key] = entry

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import tomlkit
+
 from drivetrain.config import RunConfig, decay_tokens, leaves, num_microbatches
 from drivetrain.measure.clock import WARMUP_STEPS
 
@@ -21,8 +23,7 @@ def as_override(leaf: str, value: Any) -> str:
         plain = leaves()[leaf].kind in ("text", "choice") and value == value.strip() and value != "none"
         if plain and value[:1] not in ("", '"', "'"):
             return f"{leaf}={value}"
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'{leaf}="{escaped}"'
+        return f"{leaf}={tomlkit.item(value).as_string()}"
     return f"{leaf}={value!r}"
 
 

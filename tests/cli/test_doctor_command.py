@@ -74,6 +74,15 @@ def test_the_report_names_what_the_document_holds(app: typer.Typer) -> None:
         assert f" {name} " in done.stdout
 
 
+def test_a_missing_capability_says_which_optimisation_needs_it(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    text = CliRunner().invoke(app, ["doctor"]).stdout
+    place = text.index("no   compile ")
+    assert "needed by the optimisation compile (fusion.compile)" in text[place:].splitlines()[1]
+
+
 def test_an_unmeasured_ceiling_says_what_to_run(app: typer.Typer) -> None:
     for ceiling in document(app)["ceilings"]:
         assert ceiling["value"] is None

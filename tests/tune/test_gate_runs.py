@@ -205,6 +205,15 @@ def test_an_interrupted_gate_keeps_what_was_finished(files: Files) -> None:
     assert len(trainer.trained) == 1
 
 
+def test_a_run_is_never_compared_with_itself(files: Files) -> None:
+    baseline = files.variant("baseline")
+    trainer = InProcessTrainer()
+    for tier, runs in (("exact", 2), ("statistical", 6)):
+        trainer.trained.clear()
+        assert judge(files, baseline, tier, trainer).passed
+        assert len(trainer.trained) == runs, "both sides were trained, although they are the same"
+
+
 def make(tiny: Tiny, *overrides: str, parent: Run | None = None, probe: bool = False) -> Run:
     """A run as a user makes it: 20 steps, started by itself."""
     loaded = load_config(str(tiny.file), ["training.train_iters=20", "run.deterministic=true", *overrides])
@@ -244,6 +253,14 @@ def test_probed_runs_need_nothing_more(tiny: Tiny) -> None:
     found = gate_of_runs(first, second)
     assert found.verdict == "pass", found.why
     assert "data_workers" in found.numbers["tier_rule"]
+
+
+def test_equal_configurations_are_two_runs(tiny: Tiny) -> None:
+    first, second = make(tiny), make(tiny, probe=True)
+    found = gate_of_runs(first, second)
+    assert found.verdict == "inconclusive"
+    assert set(found.numbers["missing"]) == {"baseline"}, "the candidate's probe is not the baseline's"
+    assert gate_of_runs(make(tiny, probe=True), second).verdict == "pass"
 
 
 def test_a_leaf_without_entry_claims_to_be_exact(tiny: Tiny) -> None:

@@ -1,7 +1,7 @@
 """The runs that the gate needs, the ones there are, and the commands for the rest."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,17 @@ class Pool:
         size = int(run.manifest["layout"].get("world_size") or 1)
         self._entries.append(_Entry(run, _leaves(config), RunOrigin.from_manifest(run.manifest), size))
 
-    def find(self, need: Need) -> Run | None:
-        """A run that is exactly that, and came to an end that says something: finished, or diverged."""
+    def find(self, need: Need, *, without: Collection[Path] = ()) -> Run | None:
+        """A run that is exactly that, and came to an end that says something: finished, or diverged.
+
+        Args:
+            without: paths of runs that are not meant.
+        """
         wanted = _leaves(need.config())
         for entry in self._entries:
             if (
                 entry.leaves == wanted
+                and entry.run.path not in without
                 and entry.world_size == need.world_size
                 and entry.origin.perturb_ulp == need.perturb_ulp
                 and (entry.origin.probe or not need.probe)

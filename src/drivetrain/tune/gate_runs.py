@@ -81,7 +81,10 @@ class _Stop(Exception):
 
 @dataclass
 class _Bench:
-    """Gives the evidence of each run that is needed: found, made, or noted as missing."""
+    """Gives the evidence of each run that is needed: found, made, or noted as missing.
+
+    A run is evidence of one side only: where both have the same configuration, a run compared with itself says nothing.
+    """
 
     tier: Tier
     pool: Pool
@@ -90,15 +93,20 @@ class _Bench:
     timeout_s: float | None
     progress: Callable[[str], None]
     missing: dict[str, str]
+    side_of_run: dict[Path, str]
 
     def get(self, need: Need) -> Evidence | None:
         """None: it is missing, and no trainer is there to make it; :attr:`missing` has the command."""
-        run = self.pool.find(need)
+        side = "candidate" if need.role.startswith("candidate") else "baseline"
+        run = self.pool.find(
+            need, without=[path for path, owner in self.side_of_run.items() if owner != side]
+        )
         if run is None:
             if self.trainer is None:
                 self.missing[need.role] = need.command()
                 return None
             run = self._make(need, self.trainer)
+        self.side_of_run[run.path] = side
         return read_evidence(run, changed=() if self.tier == "exact" else self.changed)
 
     def _make(self, need: Need, trainer: Trainer) -> Run:
@@ -197,6 +205,7 @@ def run_gate(
         timeout_s=settings.timeout_s,
         progress=progress,
         missing={},
+        side_of_run={},
     )
     return _decide(bench, sides[0], sides[1], settings)
 
@@ -258,6 +267,7 @@ def gate_of_runs(
             timeout_s=settings.timeout_s,
             progress=progress,
             missing={},
+            side_of_run={baseline.path: "baseline", candidate.path: "candidate"},
         )
         order = pair[0].data_seed
         refused = _decide(

@@ -1,5 +1,6 @@
 """A ladder that is killed at any write of its state goes on from there: nothing finished is repeated, same result."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def climb(tmp_path: Path) -> Climb:
+def climb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Climb:
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # Nobody pulls the plug here.
     return Climb(tmp_path)
 
 
@@ -61,42 +63,44 @@ def writes_of(
     return count, of_results(done.document), runner.started
 
 
+@pytest.mark.timeout(1200)
 def test_killed_at_every_write_of_its_state_it_ends_the_same_and_repeats_nothing(
     climb: Climb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count, expected, once = writes_of(climb, monkeypatch)
     assert count > 15
     write = tunes.write_json
-    for at in range(0, count, 2):
-        for before in (True, False):
-            seen = 0
+    for at in range(count - 1):
+        before = at % 2 == 0
+        seen = 0
 
-            def killing(path: Path, document: Any, at: int = at, before: bool = before) -> None:
-                nonlocal seen
-                seen += 1
-                if seen - 1 == at and before:
-                    raise Killed
-                write(path, document)
-                if seen - 1 == at:
-                    raise Killed
+        def killing(path: Path, document: Any, at: int = at, before: bool = before) -> None:
+            nonlocal seen
+            seen += 1
+            if seen - 1 == at and before:
+                raise Killed
+            write(path, document)
+            if seen - 1 == at:
+                raise Killed
 
-            runner = FakeRunner()
-            path = climb.start(**SETTINGS)
-            monkeypatch.setattr(tunes, "write_json", killing)
-            with pytest.raises(Killed):
-                climb_tune(path, runner=runner, gate=FakeGate())
-            monkeypatch.setattr(tunes, "write_json", write)
-            assert open_tune(path).status() == "lost"
-            first = len(runner.started)
-            done = climb_tune(path, runner=runner, gate=FakeGate())
-            assert of_results(done.document) == expected, f"killed at write {at}"
-            # Where the kill came before the write, one piece is done again; else none is.
-            assert len(runner.started) - len(once) <= (8 if before else 0), runner.started[first:]
+        runner = FakeRunner()
+        path = climb.start(**SETTINGS)
+        monkeypatch.setattr(tunes, "write_json", killing)
+        with pytest.raises(Killed):
+            climb_tune(path, runner=runner, gate=FakeGate())
+        monkeypatch.setattr(tunes, "write_json", write)
+        assert open_tune(path).status() == "lost"
+        done = climb_tune(path, runner=runner, gate=FakeGate())
+        assert of_results(done.document) == expected, f"killed at write {at}"
+        # Where the kill came before the write, the piece (eight blocks at most) is done again; else nothing is.
+        again = len(runner.started) - len(once)
+        assert again <= (8 if before else 0), f"killed at write {at}"
 
 
+@pytest.mark.timeout(1200)
 def test_killed_in_every_run_it_ends_the_same(climb: Climb, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected, once = writes_of(climb, monkeypatch)
-    for at in range(0, len(once), 5):
+    for at in range(0, len(once), 7):
         runner = FakeRunner()
         calls = iter(range(10**6))
 

@@ -119,6 +119,10 @@ class FakeRunner:
         document = {"training": attempt.summary, "overhead": {"ratio": OVERHEAD}}
         return Attempt("finished", attempt.run, "", attempt.elapsed_s, document)
 
+    def step_s(self, config: RunConfig, step: int, step_s: float) -> float:
+        """Seconds of one step; all alike unless a test says otherwise."""
+        return step_s
+
     def _run(self, verb: str, config: RunConfig, slower: float) -> Attempt:
         self.before()
         name = config.run.name or "run"
@@ -142,7 +146,8 @@ class FakeRunner:
             writer.open_segment(1)
             for step in range(1, steps + 1):
                 tags = ["warmup"] if step <= 2 else []
-                writer.log_metrics(step, {"time/step_s": step_s * (3 if tags else 1)}, tags)
+                seconds = self.step_s(config, step, step_s)
+                writer.log_metrics(step, {"time/step_s": seconds * (3 if tags else 1)}, tags)
             path = writer.path
         reason = self.inactive(config)
         summary = {

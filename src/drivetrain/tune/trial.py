@@ -190,7 +190,8 @@ def run_trial(
                 return _failed(blocks, why)
         speeds = [block.tokens_per_second for block in blocks if block.tokens_per_second is not None]
         order = "".join(block.side for block in blocks)
-        own = noise_of([speed for side, speed in zip(order, speeds, strict=True) if side == "A"])
+        places = [place for place, side in enumerate(order) if side == "A"]
+        own = noise_of([speeds[place] for place in places], places)
         judgement = judge(
             order,
             speeds,

@@ -84,10 +84,21 @@ class Judgement:
     why: str
 
 
-def noise_of(blocks: Sequence[float]) -> Noise:
-    """Of blocks (tokens per second) of one configuration in one trial."""
+def noise_of(blocks: Sequence[float], places: Sequence[int] | None = None) -> Noise:
+    """Of blocks (tokens per second) of one configuration in one trial.
+
+    Args:
+        places: of the blocks in time; from four blocks on, a linear drift over them is no noise.
+    """
+    if len(blocks) < 2:
+        return Noise()
     logs = np.log(np.asarray(blocks, dtype=np.float64))
-    return Noise(float(((logs - logs.mean()) ** 2).sum()), len(blocks) - 1) if len(blocks) > 1 else Noise()
+    columns = [np.ones_like(logs)]
+    if places is not None and len(blocks) >= 4:
+        columns.append(np.asarray(places, dtype=np.float64))
+    design = np.stack(columns, axis=1)
+    residual = logs - design @ np.linalg.lstsq(design, logs, rcond=None)[0]
+    return Noise(float(residual @ residual), len(blocks) - len(columns))
 
 
 def speed_ratio(order: str, speeds: Sequence[float], *, confidence: float) -> SpeedRatio:

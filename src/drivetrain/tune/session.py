@@ -180,8 +180,14 @@ def contract(document: Mapping[str, Any]) -> dict[str, Any]:
     )
     return {
         **{key: document.get(key) for key in whole},
-        "steps": [{key: step.get(key) for key in steps + more} for step in document["steps"]],
-        "leave_one_out": [
-            {key: step.get(key) for key in steps + more} for step in document.get("leave_one_out") or ()
-        ],
+        "steps": [_printed(step, steps + more) for step in document["steps"]],
+        "leave_one_out": [_printed(step, steps + more) for step in document.get("leave_one_out") or ()],
+    }
+
+
+def _printed(step: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    measured = step.get("measured")
+    return {
+        **{key: step.get(key) for key in keys},
+        "measured": None if measured is None else {key: measured[key] for key in ("ratio", "low", "high")},
     }

@@ -190,6 +190,7 @@ class Ladder:
         fill(step, found)
         step["faster"] = found["faster"]
         step["device_seconds"] += self.bench.journal.device_seconds - before
+        self._save()
         self._say(f"  {found['why']}")
         return config, file
 

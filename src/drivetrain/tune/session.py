@@ -103,7 +103,7 @@ def climb_tune(
         try:
             ladder.climb()
         except KeyboardInterrupt:
-            save(ladder, "interrupted", f"interrupted; it goes on with: drivetrain tune {path}")
+            save(ladder, "interrupted", f"it goes on with: drivetrain tune {path}")
             raise
         except Exception as error:
             save(ladder, "failed", str(error) or type(error).__name__)

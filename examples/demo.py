@@ -42,7 +42,7 @@ def drivetrain(*arguments: str, capture: bool = False, accept: tuple[int, ...] =
 def tuned() -> dict[str, Any]:
     """The ladder's document, shown as a table as well."""
     only = [word for name in CANDIDATES for word in ("--only", name)]
-    options = ["--budget", "7m", "--no-leave-one-out", "--short-gates", "--json"]
+    options = ["--budget", "12m", "--no-leave-one-out", "--short-gates", "--json"]
     found: dict[str, Any] = json.loads(
         drivetrain("tune", "llama-2m", *PLAIN, *only, *options, capture=True, accept=(0, NOTHING_KEPT))
     )

@@ -75,7 +75,15 @@ def slow(tiny: Tiny) -> list[str]:
     (tiny.folder / "slow_transform.py").write_text(SLOW)
     text = tiny.file.read_text().replace("train_iters = 8", "train_iters = 600")
     tiny.file.write_text(text)
-    return ["tune", str(tiny.file), "data.transform=slow_transform:slow", "--only", "data_workers"]
+    return [
+        "tune",
+        str(tiny.file),
+        "data.transform=slow_transform:slow",
+        "--only",
+        "data_workers",
+        "--knob-trials",
+        "0",
+    ]
 
 
 def documents(corpus: Path, folder: Path) -> Path:

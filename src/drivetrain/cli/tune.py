@@ -51,6 +51,10 @@ def tune(
         int | None,
         typer.Option("--trial-steps", min=4, help="Measured steps of a block.  [default: 4 s, 12 to 100]"),
     ] = None,
+    knob_trials: Annotated[
+        int | None,
+        typer.Option("--knob-trials", min=0, help="Most trials of one knob's search; 0: none.  [default: 4]"),
+    ] = None,
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Processes of each run on this machine.")
     ] = None,
@@ -83,6 +87,7 @@ def tune(
         gate_steps=gate_steps,
         short_gates=short_gates,
         trial_steps=trial_steps,
+        knob_trials=knob_trials,
         num_processes=nproc,
     )
     raise typer.Exit(run_tune(config, overrides or [], options, as_json=json))

@@ -1,5 +1,6 @@
 """What ``drivetrain tune`` does: check, make or find the tune, climb, show the ladder."""
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ class Options:
     gate_steps: int | None
     short_gates: bool
     trial_steps: int | None
+    knob_trials: int | None
     num_processes: int | None
 
 
@@ -104,7 +106,8 @@ def _begin(source: str, overrides: Sequence[str], options: Options) -> Path:
         hint = f"\nno tune in {known} is called {source!r} either" if known.is_dir() else ""
         raise DrivetrainError(f"{error}{hint}") from error
     if options.num_processes is None and loaded.config.parallelism.data_parallel_size:
-        settings = _with_processes(settings, loaded.config.parallelism.data_parallel_size)
+        size = loaded.config.parallelism.data_parallel_size
+        settings = dataclasses.replace(settings, world_size=size)
     refuse_broken_rules(loaded, settings.world_size)
     return start_tune(loaded, overrides, settings, options.tunes_dir)
 
@@ -123,7 +126,7 @@ def _settings(options: Options) -> "LadderSettings":
         gate = GateSettings(roundoff_steps=40, statistical_steps=60, eval_iters=4)
     elif options.gate_steps is not None:
         gate = GateSettings(roundoff_steps=options.gate_steps, statistical_steps=options.gate_steps)
-    return LadderSettings(
+    settings = LadderSettings(
         budget_s=seconds_of(options.budget or _DEFAULT_BUDGET),
         only=options.only,
         leave_one_out=options.leave_one_out,
@@ -131,12 +134,9 @@ def _settings(options: Options) -> "LadderSettings":
         trial_steps=options.trial_steps,
         world_size=options.num_processes or 1,
     )
-
-
-def _with_processes(settings: "LadderSettings", world_size: int) -> "LadderSettings":
-    import dataclasses
-
-    return dataclasses.replace(settings, world_size=world_size)
+    if options.knob_trials is not None:
+        settings = dataclasses.replace(settings, knob_trials=options.knob_trials)
+    return settings
 
 
 def _refuse_other_settings(source: str, overrides: Sequence[str], options: Options) -> None:
@@ -146,6 +146,7 @@ def _refuse_other_settings(source: str, overrides: Sequence[str], options: Optio
         "--gate-steps": options.gate_steps is not None,
         "--short-gates": options.short_gates,
         "--trial-steps": options.trial_steps is not None,
+        "--knob-trials": options.knob_trials is not None,
         "--nproc": options.num_processes is not None,
         "overrides": bool(overrides),
     }

@@ -191,6 +191,7 @@ def _losses(decoder: Decoder, batch: Batch) -> Tensor:
     with torch.enable_grad():
         hidden_TD = decoder.hidden_states(batch).detach()
     owner = decoder.embedding if decoder.output is None else decoder.output
+    assert owner is not None, "the probe needs the whole model"
     found = []
     with torch.no_grad():
         weight_VD = owner.weight.to(decoder.compute_dtype)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from drivetrain.config.model import ModelConfig
 from drivetrain.engine.model.attention import Attention, DocumentLayout, attend
 from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.model.dropout import AttentionFactors, Dropout
 from drivetrain.engine.model.linear import Linear
-from drivetrain.engine.model.loss import linear_cross_entropy_sum
+from drivetrain.engine.model.loss import OutputHead
 from drivetrain.engine.model.mlp import make_mlp
 from drivetrain.engine.model.norm import LayerNorm, RMSNorm, make_norm
 from drivetrain.engine.model.rotary import Rotation, rotation
@@ -32,27 +33,31 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, pre-norm: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """One layer, pre-norm: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Attributes:
+        attention_factors: draws the dropout of attention weights where it is not torch's own.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.hidden_dropout = model.hidden_dropout
         self.attention_dropout = model.attention_dropout
+        self.attention_factors: AttentionFactors | None = None
         self.attention_norm = make_norm(model, model.hidden_size)
         self.attention = Attention(model)
         self.mlp_norm = make_norm(model, model.hidden_size)
         self.mlp = make_mlp(model)
+        self.after_attention = Dropout(model.hidden_dropout)
+        self.after_mlp = Dropout(model.hidden_dropout)
 
     def forward(self, x_TD: Tensor, layout: DocumentLayout, turn: Rotation | None) -> Tensor:
         """(T, D) to (T, D) in the same dtype."""
         q_THK, k_TGK, v_TGK = self.attention.project(self.attention_norm(x_TD), turn)
         dropout = self.attention_dropout if self.training else 0.0
-        out_THK = attend(q_THK, k_TGK, v_TGK, layout, dropout)
-        x_TD = x_TD + self._drop(self.attention.output(out_THK.flatten(1)))
-        return x_TD + self._drop(self.mlp(self.mlp_norm(x_TD)))
-
-    def _drop(self, x_TD: Tensor) -> Tensor:
-        return F.dropout(x_TD, self.hidden_dropout, self.training) if self.hidden_dropout else x_TD
+        out_THK = attend(q_THK, k_TGK, v_TGK, layout, dropout, self.attention_factors)
+        x_TD = x_TD + self.after_attention(self.attention.output(out_THK.flatten(1)))
+        out_TD: Tensor = x_TD + self.after_mlp(self.mlp(self.mlp_norm(x_TD)))
+        return out_TD
 
 
 class Decoder(nn.Module):
@@ -83,6 +88,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(index): Block(model) for index in range(model.num_layers)})
         self.final_norm: RMSNorm | LayerNorm | None = make_norm(model, width)
         self.output = Linear(width, model.vocab_size, bias=False) if untied else None
+        self.after_embedding = Dropout(model.hidden_dropout)
+        self.head = OutputHead()
         if compute_dtype == torch.float64:
             self.double()
 
@@ -97,7 +104,7 @@ class Decoder(nn.Module):
             (B, S, V) in the compute dtype.
         """
         hidden_TD = self.hidden_states(batch, input_embeddings)
-        logits_TV = F.linear(hidden_TD, self._output_weight())
+        logits_TV = self.head.logits(hidden_TD, self._output_weight())
         return logits_TV.view(*batch.token_ids.shape, -1)
 
     def loss_sum(self, batch: Batch, input_embeddings: Tensor | None = None) -> Tensor:
@@ -121,9 +128,8 @@ class Decoder(nn.Module):
             x_TD = input_embeddings.flatten(0, 1)
         if self.position_embedding is not None:
             x_TD = x_TD + self.position_embedding(batch.position_ids.flatten())
-        dropout = self.model.hidden_dropout
-        x_TD = F.dropout(x_TD, dropout, self.training) if dropout else x_TD
-        return x_TD.to(self.compute_dtype)
+        out_TD: Tensor = self.after_embedding(x_TD).to(self.compute_dtype)
+        return out_TD
 
     def run_blocks(self, x_TD: Tensor, batch: Batch, layers: Collection[str] | None = None) -> Tensor:
         """(T, D) through ``layers``, names in ``blocks`` in model order; through all that are here when absent."""
@@ -138,7 +144,7 @@ class Decoder(nn.Module):
     def loss_of(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """``loss_sum`` from the output of the last block, (T, D)."""
         labels_T, mask_T = batch.labels.flatten(), batch.loss_mask.flatten()
-        return linear_cross_entropy_sum(self._normed(x_TD), self._output_weight(), labels_T, mask_T)
+        return self.head.cross_entropy_sum(self._normed(x_TD), self._output_weight(), labels_T, mask_T)
 
     def keep_part(self, layers: Collection[str], *, first: bool, last: bool) -> None:
         """Drop in place all that a part of the model does not need; what stays keeps its names.

@@ -18,17 +18,21 @@ class Shard:
         group: dimension of the mesh along which the parts lie ("tp", "dp_shard", ...).
         dim: dimension of the tensor.
         offset, length: in elements of that dimension of the *whole* tensor.
+        replica: where several ranks of ``group`` hold this very part (a head of keys that several ranks of queries
+            read), this rank's number among them; number 0 counts in a norm.
     """
 
     group: str
     dim: int
     offset: int
     length: int
+    replica: int = 0
 
     def __post_init__(self) -> None:
         assert self.dim >= 0, "dimensions are counted from the first"
         assert self.offset >= 0
         assert self.length >= 0
+        assert self.replica >= 0
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,14 @@ class Placement:
             tensor parallelism cuts first, a shard over data-parallel ranks cuts what is left.
         replicated: dimensions of the mesh on which every rank of a group holds the same values. Of these ranks one
             must count in a norm. "dp" stands for both of its parts.
+        copies: ranks of the groups in ``shards`` that hold this very part, this one included (a key head that several
+            tensor-parallel ranks share). In a norm over these groups its square counts for 1 / copies on each.
     """
 
     full_shape: tuple[int, ...]
     shards: tuple[Shard, ...] = ()
     replicated: frozenset[str] = field(default_factory=frozenset)
+    copies: int = 1
 
     def __post_init__(self) -> None:
         for shard in self.shards:

@@ -6,7 +6,7 @@ number of ranks, which makes the average a sum. What is added here is the time f
 nothing left to do but wait for the network.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -15,10 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.parallel.fully_sharded import FullySharded
+from drivetrain.engine.parallel.gradient_sync import GradientSync
+from drivetrain.engine.parallel.mesh import Mesh
+from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.parallel.traffic import Traffic
+from drivetrain.engine.parallel.zero import AllReducedGradients, ReduceScatteredGradients
 from drivetrain.engine.timing import Mark, mark
 
-__all__ = ["DataParallel", "ExposedWait"]
+__all__ = ["DataParallel", "ExposedWait", "gradient_sync"]
 
 _MB_IN_MIB = 1e6 / 2**20
 _ONE_BUCKET_MIB = 2**40
@@ -115,3 +121,59 @@ class DataParallel:
             yield
         if last and self.exposed_wait is not None:
             self.exposed_wait.backward_returned()
+
+
+def gradient_sync(
+    module: nn.Module,
+    mesh: Mesh,
+    traffic: Traffic,
+    *,
+    zero_stage: int,
+    placements: Mapping[str, Placement] | None = None,
+    bucket_size_mb: float = 25.0,
+    reduce_each_micro_batch: bool = False,
+    blocks: Sequence[nn.Module] = (),
+    forward_methods: Sequence[str] = ("loss_sum",),
+    reshard_after_forward: bool = True,
+) -> GradientSync:
+    """Data parallelism of a ZeRO stage over ``dp``, sharded over ``dp_shard``, for ``module`` with its weights in it.
+
+    Where a single rank would hold all shards (``dp_shard`` of size 1) there is nothing to shard, and every stage is
+    stage 0.
+
+    Args:
+        zero_stage: 0 to 3.
+        placements: of the parameters over the other dimensions of the mesh; whole where absent.
+        bucket_size_mb: MB (1e6 bytes), stages 0 to 2; 0: all gradients in one bucket, reduced after backward.
+        blocks, forward_methods, reshard_after_forward: stage 3, see :class:`FullySharded`.
+    """
+    placements = placements or {}
+    if zero_stage in (2, 3) and mesh.size("dp_shard") > 1:
+        if zero_stage == 3:
+            return FullySharded(
+                module,
+                blocks,
+                mesh,
+                placements,
+                traffic,
+                forward_methods=forward_methods,
+                reshard_after_forward=reshard_after_forward,
+                reduce_each_micro_batch=reduce_each_micro_batch,
+            )
+        return ReduceScatteredGradients(
+            module,
+            mesh,
+            placements,
+            traffic,
+            bucket_size_mb=bucket_size_mb,
+            reduce_each_micro_batch=reduce_each_micro_batch,
+        )
+    return AllReducedGradients(
+        module,
+        mesh,
+        placements,
+        traffic,
+        bucket_size_mb=bucket_size_mb,
+        reduce_each_micro_batch=reduce_each_micro_batch,
+        shard_update=zero_stage >= 1 and mesh.size("dp_shard") > 1,
+    )

@@ -45,14 +45,11 @@ class Placement:
             tensor parallelism cuts first, a shard over data-parallel ranks cuts what is left.
         replicated: dimensions of the mesh on which every rank of a group holds the same values. Of these ranks one
             must count in a norm. "dp" stands for both of its parts.
-        copies: ranks of the groups in ``shards`` that hold this very part, this one included (a key head that several
-            tensor-parallel ranks share). In a norm over these groups its square counts for 1 / copies on each.
     """
 
     full_shape: tuple[int, ...]
     shards: tuple[Shard, ...] = ()
     replicated: frozenset[str] = field(default_factory=frozenset)
-    copies: int = 1
 
     def __post_init__(self) -> None:
         for shard in self.shards:

@@ -27,6 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FULL_BACKWARD,
+    REDUCE_GRAD,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     ScheduleInterleavedZeroBubble,
@@ -36,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain.config.model import ModelConfig
 from drivetrain.engine.model.batch import Batch
-from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.model.decoder import Decoder, Embedding
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.stages import ZERO_BUBBLE, Schedule, StagePlan, check_micro_batches
@@ -150,6 +154,20 @@ class _CountedStage(PipelineStage):
         return sends
 
 
+def _leave_out_backward(schedule: Any) -> None:
+    """Make an evaluation of a schedule with several stages on a rank.
+
+    Torch skips their backward passes one by one but still hands gradients over between stages of one rank, which
+    there are none of, and fails (2.13, ZB-V). Receives of gradients are empty, and have to be taken off the list.
+    """
+
+    def skip(action: Any, context: Any) -> None:
+        context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)
+
+    for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD):
+        schedule.register_custom_function(kind, skip)
+
+
 class Pipeline:
     """Forward and backward of a step over the ranks of a pipeline.
 
@@ -191,13 +209,13 @@ class Pipeline:
         self._hidden_dtype = decoder.compute_dtype
         self._loss_dtype = torch.promote_types(decoder.compute_dtype, torch.float32)
         self._feed = _Feed()
+        self._assert_whole_model(decoder)
         self.modules = [StageModule(decoder, plan, stage, self._feed) for stage in plan.stages_on(self._rank)]
-        self._tied = self._tied_parameter(decoder)
-        self._torch_schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
-        self._built_for: tuple[int, int] | None = None
+        self._tied = self._tied_embedding(decoder)
+        # For training and for evaluation the latest one, with the number and the tokens of its micro-batches.
+        self._built: dict[bool, tuple[tuple[int, int], PipelineScheduleSingle | PipelineScheduleMulti]] = {}
         self._per_valid_token = 1.0
         self._loss_sum = torch.zeros((), dtype=self._loss_dtype, device=device)
-        self._assert_whole_model(decoder)
 
     def run(self, batches: Sequence[Batch], valid_tokens: int) -> Tensor:
         """Forward and backward of a step's micro-batches; gradients are added to ``.grad``.
@@ -214,11 +232,11 @@ class Pipeline:
             DataError: micro-batches differ in size. Both before any message is sent.
         """
         self._per_valid_token = 1.0 / max(valid_tokens, 1)
-        schedule = self._prepare(batches)
-        before = None if self._tied is None else self._tied.grad
+        schedule = self._prepare(batches, training=True)
+        before = None
         if self._tied is not None:
             # Apart, so that what earlier runs left there is not exchanged again.
-            self._tied.grad = None
+            before, self._tied.weight.grad = self._tied.weight.grad, None
         with self._compiled_backward_may_run_twice():
             schedule.step(**self._arguments(len(batches)), return_outputs=False)
         self._sum_tied_gradients(before)
@@ -226,7 +244,7 @@ class Pipeline:
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """The same loss without gradients. Put the decoder into evaluation mode first."""
-        schedule = self._prepare(batches)
+        schedule = self._prepare(batches, training=False)
         with torch.no_grad():
             schedule.eval(**self._arguments(len(batches)), return_outputs=False)
         return self._shared_loss()
@@ -237,7 +255,9 @@ class Pipeline:
             return placements
         return {**placements, _TIED: placements[_TIED].replicated_over("pp")}
 
-    def _prepare(self, batches: Sequence[Batch]) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    def _prepare(
+        self, batches: Sequence[Batch], *, training: bool
+    ) -> PipelineScheduleSingle | PipelineScheduleMulti:
         check_micro_batches(self._schedule_name, self.plan.pp, len(batches))
         tokens = batches[0].token_ids.numel()
         for number, batch in enumerate(batches):
@@ -249,10 +269,13 @@ class Pipeline:
         self._feed.batches = batches
         self._loss_sum = torch.zeros_like(self._loss_sum)
         shape = (len(batches), tokens)
-        if self._torch_schedule is None or self._built_for != shape:
-            self._torch_schedule = self._build(*shape)
-            self._built_for = shape
-        return self._torch_schedule
+        built_for, schedule = self._built.get(training, (None, None))
+        if schedule is None or built_for != shape:
+            schedule = self._build(*shape)
+            if not training and isinstance(schedule, PipelineScheduleMulti):
+                _leave_out_backward(schedule)
+            self._built[training] = (shape, schedule)
+        return schedule
 
     def _build(self, num_microbatches: int, tokens: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         rows, rest = divmod(tokens, self._sequence_shards)
@@ -325,19 +348,21 @@ class Pipeline:
         dist.all_reduce(self._loss_sum, group=self._group)
         return self._loss_sum.clone()
 
-    def _tied_parameter(self, decoder: Decoder) -> nn.Parameter | None:
+    def _tied_embedding(self, decoder: Decoder) -> Embedding | None:
+        """This rank's copy, where two ranks hold one. The module and not its weight, which FSDP replaces."""
         first, last = self.plan.ranks_of_ends
         untied = decoder.model.untie_embeddings_and_output_weights
         if untied or first == last or self._rank not in (first, last):
             return None
         assert decoder.embedding is not None
-        return decoder.embedding.weight
+        return decoder.embedding
 
     def _sum_tied_gradients(self, before: Tensor | None) -> None:
         """Both ends exchange what they have found and add it; a + b = b + a, so both get the same bits."""
         if self._tied is None:
             return
-        gradient = self._tied.grad
+        weight = self._tied.weight
+        gradient = weight.grad
         assert gradient is not None, "the tied embedding has no gradient"
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         first, last = self.plan.ranks_of_ends
@@ -353,22 +378,23 @@ class Pipeline:
         local += theirs
         if before is not None:
             before += gradient
-            self._tied.grad = before
+            weight.grad = before
 
     def _assert_whole_model(self, decoder: Decoder) -> None:
-        """What was really built, counted over all ranks: each layer, the entry and the exit exactly once."""
-        built = tuple(decoder.blocks)
-        wanted = self.plan.layers_on(self._rank)
-        assert built == wanted, (
-            f"rank {self._rank} of the pipeline holds layers {built} and should hold {wanted}"
+        """What was really built, counted over all ranks: each layer, the entry and the exit exactly once.
+
+        All ranks learn of it together, and none is left waiting for the one that found it.
+        """
+        first, _ = self.plan.ranks_of_ends
+        built = torch.zeros(decoder.model.num_layers + 2, dtype=torch.int32, device=self._device)
+        for name in decoder.blocks:
+            built[int(name)] += 1
+        built[-2] += self._rank == first and decoder.embedding is not None
+        built[-1] += decoder.final_norm is not None
+        dist.all_reduce(built, group=self._group)
+        held, wanted = tuple(decoder.blocks), self.plan.layers_on(self._rank)
+        assert built.eq(1).all(), (
+            f"layers, entry and exit are built {built.tolist()} times over the pipeline, and should be once each; "
+            f"rank {self._rank} holds layers {', '.join(held)} and should hold {', '.join(wanted)}"
         )
-        counts = torch.zeros(decoder.model.num_layers + 2, dtype=torch.int32, device=self._device)
-        for module in self.modules:
-            for name in module.blocks:
-                counts[int(name)] += 1
-            counts[-2] += module.is_first and module.embedding is not None
-            counts[-1] += module.final_norm is not None
-        dist.all_reduce(counts, group=self._group)
-        assert counts.eq(1).all(), (
-            f"layers, entry and exit are built {counts.tolist()} times, and should be once"
-        )
+        assert held == wanted, f"rank {self._rank} holds layers {held} and should hold {wanted}"

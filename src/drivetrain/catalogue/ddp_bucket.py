@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Knob, Optimisation
-from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.config import LaunchFacts, RunConfig, data_parallel_size
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
 from drivetrain.measure.parameters import parameter_count
@@ -27,6 +27,8 @@ def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
     size = config.overlap.bucket_size_mb
     if facts.world_size == 1:
         return "one process has nobody to communicate with"
+    if data_parallel_size(config, facts.world_size) == 1:
+        return "there is one data-parallel rank, and no gradient to reduce over others"
     gradients = _gradient_mb(config)
     if 0 < gradients <= size:
         return (
@@ -37,7 +39,7 @@ def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
 
 
 def _on(config: RunConfig, facts: LaunchFacts) -> Mapping[str, Any] | None:
-    if facts.world_size == 1:
+    if data_parallel_size(config, facts.world_size) == 1:
         return None
     if config.overlap.bucket_size_mb and _applies(config, facts) is None:
         return None

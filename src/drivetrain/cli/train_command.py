@@ -16,7 +16,15 @@ from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.evidence import with_evidence
 from drivetrain.cli.output import show_document
-from drivetrain.config import LaunchFacts, LoadedConfig, RunConfig, idle_fields, load_config, violations
+from drivetrain.config import (
+    LaunchFacts,
+    LoadedConfig,
+    RunConfig,
+    idle_fields,
+    least_processes,
+    load_config,
+    violations,
+)
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
 __all__ = ["EXIT_OF", "Beginning", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
@@ -90,7 +98,7 @@ def run_train(
     loaded = (
         LoadedConfig(run.config(), source, run.name) if run is not None else load_config(source, overrides)
     )
-    world_size = num_processes or loaded.config.parallelism.data_parallel_size or _former_size(run)
+    world_size = num_processes or _former_size(run) or least_processes(loaded.config)
     refuse_broken_rules(loaded, world_size)
     if dry:
         from drivetrain.cli.check import show_dry_run
@@ -123,8 +131,8 @@ def _refuse_what_would_have_no_effect(given: dict[str, bool], *, under_torchrun:
 
 
 def _former_size(run: Run | None) -> int:
-    """Processes that the run was started with: what it is continued with unless told otherwise."""
-    return int(run.manifest["layout"].get("world_size") or 1) if run is not None else 1
+    """Processes that the run was started with: what it is continued with unless told otherwise. 0: no run."""
+    return int(run.manifest["layout"].get("world_size") or 1) if run is not None else 0
 
 
 def train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:

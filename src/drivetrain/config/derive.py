@@ -5,6 +5,7 @@ Nothing here changes a configuration. Each derived value is reported with its re
 
 from dataclasses import dataclass
 
+from drivetrain.config.layout import model_ranks
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.config.schema import RunConfig
 from drivetrain.config.training import DataConfig
@@ -33,9 +34,9 @@ class Derived:
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Data-parallel ranks: parallelism.data_parallel_size, or all processes."""
+    """Data-parallel ranks: parallelism.data_parallel_size, or all processes over the ranks of one model."""
     given = config.parallelism.data_parallel_size
-    return world_size if given is None else given
+    return max(1, world_size // model_ranks(config)) if given is None else given
 
 
 def data_seed(config: RunConfig) -> int:
@@ -108,7 +109,10 @@ def _execution(config: RunConfig, facts: LaunchFacts) -> list[Derived]:
         found.append(Derived("data.seed", config.run.seed, "run.seed"))
     if config.parallelism.data_parallel_size is None:
         reason = f"{facts.world_size} process{'es' if facts.world_size > 1 else ''}"
-        found.append(Derived("parallelism.data_parallel_size", facts.world_size, reason))
+        if model_ranks(config) > 1:
+            reason += f" / {model_ranks(config)} that hold one model"
+        size = data_parallel_size(config, facts.world_size)
+        found.append(Derived("parallelism.data_parallel_size", size, reason))
     if config.run.name is None:
         reason = (
             "the preset's or the file's name" if facts.source_name else "named by its source when it starts"

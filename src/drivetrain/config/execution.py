@@ -10,10 +10,19 @@ __all__ = ["FusionConfig", "MemoryConfig", "OverlapConfig", "ParallelismConfig",
 
 
 class ParallelismConfig(Section):
-    """How many processes share the work."""
+    """How many processes share the work, and how. Their number is the product of all sizes."""
 
+    tensor_model_parallel_size: Count = Field(default=1, ge=1, le=1024)
+    """Ranks that share each layer: heads, columns of the MLP and rows of the vocabulary."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks also share norms, dropout and residual stream: each holds a part of the tokens there."""
     data_parallel_size: Count | None = Field(default=None, ge=1, le=1_048_576)
-    """Data-parallel ranks. Derived when absent: the number of processes that were started."""
+    """Ranks, or sets of model-parallel ranks, that take different samples. Derived when absent: the number of
+    processes over the other sizes."""
+    rank_order: str = Field(
+        default="tp-cp-pp-dp", pattern="^(tp|cp|pp|dp)(-(tp|cp|pp|dp)){3}$", examples=["tp-cp-pp-dp"]
+    )
+    """Dimensions along which ranks are numbered, the innermost first: neighbours share what stands first."""
     distributed_timeout_minutes: float = Field(default=10.0, gt=0, le=1440)
     """A collective that takes longer ends the run."""
 

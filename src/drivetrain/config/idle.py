@@ -7,6 +7,7 @@ fields illegal. But nothing that was asked for is dropped in silence: ``check`` 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from drivetrain.config.derive import data_parallel_size
 from drivetrain.config.leaves import leaf_values, leaves
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.config.schema import RunConfig
@@ -80,7 +81,17 @@ _CONDITIONS = (
         "profiler.profile is off",
     ),
     _Condition(
-        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes"),
+        ("parallelism.sequence_parallel",),
+        lambda config, _: config.parallelism.tensor_model_parallel_size == 1,
+        "parallelism.tensor_model_parallel_size = 1: no ranks share a layer",
+    ),
+    _Condition(
+        ("overlap.bucket_size_mb",),
+        lambda config, facts: data_parallel_size(config, facts.world_size) == 1,
+        "there is one data-parallel rank, and no gradient to reduce over others",
+    ),
+    _Condition(
+        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes", "parallelism.rank_order"),
         lambda _, facts: facts.world_size == 1,
         "one process has nobody to communicate with",
     ),

@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["DIMENSIONS", "ORDER", "Layout", "order_of"]
+from drivetrain.config.schema import RunConfig
+
+__all__ = ["DIMENSIONS", "ORDER", "Layout", "is_order", "layout_of", "least_processes", "model_ranks"]
 
 ORDER = ("tp", "cp", "pp", "dp")
 """The order of dimensions, innermost first, unless another is asked for."""
@@ -18,12 +20,9 @@ DIMENSIONS = ("tp", "cp", "pp", "dp", "dp_shard", "dp_replicate")
 """Every dimension a layout has a coordinate and groups for."""
 
 
-def order_of(text: str) -> tuple[str, ...]:
-    """``tp-cp-pp-dp`` as a tuple; ValueError where it is no permutation of the four."""
-    order = tuple(text.split("-"))
-    if sorted(order) != sorted(ORDER):
-        raise ValueError(f"{text!r} is no permutation of {'-'.join(ORDER)}")
-    return order
+def is_order(text: str) -> bool:
+    """Whether ``text`` names each dimension once, like ``tp-cp-pp-dp``."""
+    return sorted(text.split("-")) == sorted(ORDER)
 
 
 @dataclass(frozen=True)
@@ -99,3 +98,24 @@ class Layout:
         assert all(len(group) == self.size(dim) for group in groups)
         assert math.prod((len(groups), self.size(dim))) == self.world_size
         return groups
+
+
+def model_ranks(config: RunConfig) -> int:
+    """Ranks that hold one copy of the model together: processes of each data-parallel rank."""
+    return config.parallelism.tensor_model_parallel_size
+
+
+def least_processes(config: RunConfig) -> int:
+    """Processes that the configuration asks for by itself: its sizes, with 1 for an absent data-parallel size."""
+    return model_ranks(config) * (config.parallelism.data_parallel_size or 1)
+
+
+def layout_of(config: RunConfig, world_size: int) -> Layout:
+    """The layout of ``world_size`` processes. The rules must hold."""
+    parallelism = config.parallelism
+    assert world_size % model_ranks(config) == 0, "rule layout-covers-processes was not checked"
+    return Layout(
+        tp=parallelism.tensor_model_parallel_size,
+        dp=world_size // model_ranks(config),
+        order=tuple(parallelism.rank_order.split("-")),
+    )

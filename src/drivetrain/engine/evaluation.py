@@ -36,12 +36,15 @@ def evaluate(
     group: ProcessGroup,
     device: torch.device,
     bytes_per_token: torch.Tensor | None,
+    *,
+    counts: bool = True,
 ) -> Evaluation:
     """Mean loss over ``batches`` of all ranks.
 
     Args:
         bytes_per_token: (V,) int64 on the CPU, bytes each token id stands for; special tokens 0. A token
             of 0 bytes counts in the loss and brings no bytes, so end-of-document costs bits as it should.
+        counts: False on a rank whose batches and losses are those of another one, with which it holds one model.
     """
     was_training = decoder.training
     decoder.eval()
@@ -55,6 +58,8 @@ def evaluate(
         if bytes_per_token is not None:
             text_bytes += int((bytes_per_token[batch.labels] * batch.loss_mask).sum())
     decoder.train(was_training)
+    if not counts:
+        loss_sum, tokens, text_bytes = torch.zeros_like(loss_sum), 0, 0
     group.sum_(loss_sum)
     tokens, text_bytes = group.start_sum([tokens, text_bytes]).wait()
     nats = float(loss_sum.item())

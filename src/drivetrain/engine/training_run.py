@@ -20,6 +20,7 @@ from drivetrain.engine.evaluation import Evaluation, evaluate
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimisations.in_effect import Optimisations, finding_of
+from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup
 from drivetrain.engine.probe import write_gradients, write_probe
 from drivetrain.engine.progress import Progress
@@ -73,6 +74,7 @@ class TrainingRun:
     path: Path
     config: RunConfig
     group: ProcessGroup
+    mesh: Mesh
     device: Device
     corpus: Corpus
     decoder: Decoder
@@ -115,8 +117,8 @@ class TrainingRun:
             self.config,
             self.corpus,
             "train",
-            rank=self.group.ranks.rank,
-            world_size=self.group.size,
+            rank=self.mesh.index("dp"),
+            world_size=self.mesh.size("dp"),
             start_sample=self.progress.samples,
             num_samples=remaining,
             num_workers=self.optimisations.building.num_workers,
@@ -161,14 +163,19 @@ class TrainingRun:
                 self.config,
                 self.corpus,
                 "validation",
-                rank=self.group.ranks.rank,
-                world_size=self.group.size,
+                rank=self.mesh.index("dp"),
+                world_size=self.mesh.size("dp"),
                 start_sample=0,
                 num_samples=training.eval_iters * training.global_batch_size,
             ) as loader,
         ):
             result = evaluate(
-                self.decoder, loader, self.group, self.device.torch_device, self.corpus.bytes_per_token()
+                self.decoder,
+                loader,
+                self.group,
+                self.device.torch_device,
+                self.corpus.bytes_per_token(),
+                counts=self.mesh.is_first_of_model,
             )
         self.logbook.event(
             "evaluation",

@@ -49,6 +49,11 @@ class Mesh:
         """This rank's place along ``dim``."""
         return self.layout.coordinates(self.rank)[dim]
 
+    @property
+    def is_first_of_model(self) -> bool:
+        """Whether this rank is the first of those that hold one model, or one replica of it, together."""
+        return all(self.index(dim) == 0 for dim in ("tp", "cp", "pp"))
+
     def submesh(self, *dims: str) -> DeviceMesh | None:
         """Torch's mesh over ``dims``, outermost first, without those of size 1; None where all are."""
         names = tuple(name for dim in dims for name in self._names(dim))

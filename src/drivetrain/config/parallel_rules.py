@@ -1,0 +1,143 @@
+"""The rules of layouts: which numbers of ranks can share which model, and what can't be combined.
+
+Each message gives the nearest legal values. A rule whose precondition another rule guards stays silent.
+"""
+
+from collections.abc import Callable
+
+from drivetrain.config.layout import is_order, model_ranks
+from drivetrain.config.nearest_values import around, closest, divisors
+from drivetrain.config.rules import LaunchFacts, Rule
+from drivetrain.config.schema import RunConfig
+
+__all__ = ["PARALLEL_RULES"]
+
+_TP = "parallelism.tensor_model_parallel_size"
+
+
+def _layout_covers_processes(config: RunConfig, facts: LaunchFacts) -> str | None:
+    ranks, world = model_ranks(config), facts.world_size
+    if world % ranks == 0:
+        return None
+    return (
+        f"{ranks} ranks hold one model, and {world} process{'es are' if world > 1 else ' is'} no multiple of that; "
+        f"nearest legal values: {around(world, ranks)} processes; tensor_model_parallel_size = "
+        f"{closest(config.parallelism.tensor_model_parallel_size, divisors(world))}"
+    )
+
+
+def _data_parallel_equals_processes(config: RunConfig, facts: LaunchFacts) -> str | None:
+    given, ranks, world = config.parallelism.data_parallel_size, model_ranks(config), facts.world_size
+    if given is None or world % ranks or given == world // ranks:
+        return None
+    over = (
+        f" over the {ranks} ranks of a model, {world} / {ranks} = {world // ranks}"
+        if ranks > 1
+        else f", {world}"
+    )
+    return (
+        f"{given} does not equal the number of processes{over}; start {given * ranks} processes, or "
+        f"use {world // ranks} or none"
+    )
+
+
+def _rank_order_is_an_order(config: RunConfig, _: LaunchFacts) -> str | None:
+    order = config.parallelism.rank_order
+    if is_order(order):
+        return None
+    seen = list(dict.fromkeys(order.split("-")))
+    missing = [dim for dim in ("tp", "cp", "pp", "dp") if dim not in seen]
+    return f"{order} does not name each dimension once; the nearest legal value is {'-'.join(seen + missing)}"
+
+
+def _tensor_parallel_divides(what: str, size: Callable[[RunConfig], int]) -> Callable[..., str | None]:
+    """A check that the tensor-parallel size divides ``size``, which ``what`` names."""
+
+    def check(config: RunConfig, _: LaunchFacts) -> str | None:
+        parts, whole = config.parallelism.tensor_model_parallel_size, size(config)
+        if whole % parts == 0:
+            return None
+        return (
+            f"{parts} does not divide {what} = {whole}; nearest legal values: tensor_model_parallel_size = "
+            f"{closest(parts, divisors(whole))}; {what} = {around(whole, parts)}"
+        )
+
+    return check
+
+
+def _tensor_parallel_and_query_groups(config: RunConfig, _: LaunchFacts) -> str | None:
+    parts, groups = config.parallelism.tensor_model_parallel_size, config.model.query_groups
+    heads = config.model.num_attention_heads
+    # Numbers that do not divide the heads are the other rules' affair.
+    if groups % parts == 0 or parts % groups == 0 or heads % groups or heads % parts:
+        return None
+    legal = [size for size in divisors(heads) if groups % size == 0 or size % groups == 0]
+    return (
+        f"{parts} neither divides num_query_groups = {groups} nor is a multiple of it; nearest legal values: "
+        f"tensor_model_parallel_size = {closest(parts, legal)}"
+    )
+
+
+def _sequence_parallel_divides(config: RunConfig, _: LaunchFacts) -> str | None:
+    parts, length = config.parallelism.tensor_model_parallel_size, config.model.seq_length
+    if not config.parallelism.sequence_parallel or length % parts == 0:
+        return None
+    return (
+        f"seq_length = {length} is not divisible by tensor_model_parallel_size = {parts}; nearest legal values: "
+        f"model.seq_length = {around(length, parts)}; tensor_model_parallel_size = "
+        f"{closest(parts, divisors(length))}; or sequence_parallel = false"
+    )
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "layout-covers-processes",
+        (_TP,),
+        _layout_covers_processes,
+        "The number of processes is a multiple of the ranks that hold one model.",
+    ),
+    Rule(
+        "data-parallel-equals-processes",
+        ("parallelism.data_parallel_size", _TP),
+        _data_parallel_equals_processes,
+        "data_parallel_size, where given, equals the number of processes over the ranks that hold one model.",
+    ),
+    Rule(
+        "rank-order-is-an-order",
+        ("parallelism.rank_order",),
+        _rank_order_is_an_order,
+        "rank_order names each of tp, cp, pp and dp once.",
+    ),
+    Rule(
+        "tensor-parallel-divides-heads",
+        (_TP, "model.num_attention_heads"),
+        _tensor_parallel_divides("num_attention_heads", lambda config: config.model.num_attention_heads),
+        "tensor_model_parallel_size divides num_attention_heads.",
+    ),
+    Rule(
+        "tensor-parallel-and-query-groups",
+        (_TP, "model.num_query_groups", "model.num_attention_heads"),
+        _tensor_parallel_and_query_groups,
+        "tensor_model_parallel_size divides num_query_groups or is a multiple of it: keys and values are then held "
+        "by several ranks alike.",
+    ),
+    Rule(
+        "tensor-parallel-divides-ffn",
+        (_TP, "model.ffn_hidden_size"),
+        _tensor_parallel_divides("ffn_hidden_size", lambda config: config.model.ffn_size),
+        "tensor_model_parallel_size divides ffn_hidden_size.",
+    ),
+    Rule(
+        "tensor-parallel-divides-vocabulary",
+        (_TP, "model.vocab_size"),
+        _tensor_parallel_divides("vocab_size", lambda config: config.model.vocab_size),
+        "tensor_model_parallel_size divides vocab_size; nothing is padded.",
+    ),
+    Rule(
+        "sequence-parallel-divides-sequence",
+        ("parallelism.sequence_parallel", "model.seq_length", _TP),
+        _sequence_parallel_divides,
+        "With sequence_parallel, tensor_model_parallel_size divides seq_length.",
+    ),
+)
+"""Tried with the basic rules."""

@@ -26,7 +26,7 @@ from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.pipeline import Pipeline, decoder_of_rank, payload_bytes
 from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.process_group import Ranks, join
-from drivetrain.engine.parallel.stages import Schedule, StagePlan, plan_stages
+from drivetrain.config.stages import Schedule, StagePlan, plan_stages
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.errors import DataError
 from rank_processes import on_ranks

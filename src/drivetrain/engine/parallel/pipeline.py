@@ -39,11 +39,11 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 
 from drivetrain.config.model import ModelConfig
+from drivetrain.config.stages import ZERO_BUBBLE, Schedule, StagePlan, check_micro_batches
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder, Embedding
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement
-from drivetrain.engine.parallel.stages import ZERO_BUBBLE, Schedule, StagePlan, check_micro_batches
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.errors import DataError
 

@@ -24,6 +24,7 @@ SCRIPTS: dict[str, list[str]] = {
     "logging_overhead": [],
     "trace": [],
     "gate_power": [],
+    "parallel": [],
 }
 
 

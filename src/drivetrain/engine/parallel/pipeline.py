@@ -18,7 +18,6 @@ comes after it. Zero-bubble schedules add to ``.grad`` without calling the hooks
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -168,6 +167,17 @@ def _leave_out_backward(schedule: Any) -> None:
         schedule.register_custom_function(kind, skip)
 
 
+def _let_compiled_backward_run_twice() -> None:
+    """For the whole process, and from here on: torch.compile must not let a backward overwrite what it has saved.
+
+    Zero-bubble schedules run it twice. It fails at the second time, unless the very first backward of that code was
+    one of theirs already. Turned off around a step only, torch would not notice code compiled outside of it.
+    """
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
 class Pipeline:
     """Forward and backward of a step over the ranks of a pipeline.
 
@@ -193,6 +203,8 @@ class Pipeline:
         Args:
             decoder: what ``decoder_of_rank`` made of the model, its submodules already replaced by their
                 tensor-parallel forms.
+            schedule: a zero-bubble one changes how this process compiles from here on: build the pipeline before
+                compiled blocks run.
             sequence_shards: ranks over which the T tokens of a hidden state are spread (sequence parallelism).
         """
         group = mesh.group("pp")
@@ -209,6 +221,8 @@ class Pipeline:
         self._hidden_dtype = decoder.compute_dtype
         self._loss_dtype = torch.promote_types(decoder.compute_dtype, torch.float32)
         self._feed = _Feed()
+        if schedule in ZERO_BUBBLE:
+            _let_compiled_backward_run_twice()
         self._assert_whole_model(decoder)
         self.modules = [StageModule(decoder, plan, stage, self._feed) for stage in plan.stages_on(self._rank)]
         self._tied = self._tied_embedding(decoder)
@@ -237,8 +251,7 @@ class Pipeline:
         if self._tied is not None:
             # Apart, so that what earlier runs left there is not exchanged again.
             before, self._tied.weight.grad = self._tied.weight.grad, None
-        with self._compiled_backward_may_run_twice():
-            schedule.step(**self._arguments(len(batches)), return_outputs=False)
+        schedule.step(**self._arguments(len(batches)), return_outputs=False)
         self._sum_tied_gradients(before)
         return self._shared_loss()
 
@@ -320,16 +333,6 @@ class Pipeline:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_reshard_after_forward(False, recurse=False)
-
-    def _compiled_backward_may_run_twice(self) -> AbstractContextManager[Any]:
-        """torch.compile lets a backward overwrite what it has saved unless told not to; blocks are compiled on
-        their first call, which is inside."""
-        if self._schedule_name not in ZERO_BUBBLE:
-            return nullcontext()
-        from torch._functorch import config
-
-        patched: AbstractContextManager[Any] = config.patch(donated_buffer=False)
-        return patched
 
     def _arguments(self, num_microbatches: int) -> dict[str, Any]:
         """What torch cuts into micro-batches: their numbers. ``target`` is what it hands to the loss function."""

@@ -1,14 +1,20 @@
 """From a configuration to the objects that train it, restored to where the run stands."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from drivetrain.archive.origin import PLAIN, RunOrigin
-from drivetrain.config import RunConfig, layout_of, num_microbatches
+from drivetrain.config import ModelConfig, RunConfig, layout_of, num_microbatches
+from drivetrain.config.layout import ORDER
 from drivetrain.engine.checkpoint import (
+    CheckpointSaver,
+    HeldState,
     LoadedCheckpoint,
+    agreement_over,
     find_latest,
+    held_state,
     load_checkpoint,
     remove_leftovers,
     set_aside,
@@ -29,6 +35,7 @@ from drivetrain.engine.parallel.local_model import LocalModel, build_local_model
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup
 from drivetrain.engine.perturbation import perturb_weights
+from drivetrain.engine.preflight import require_countable_step
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.random_state import restore_random_state, seed_everything
 from drivetrain.engine.recorder import Recorder
@@ -56,7 +63,7 @@ def assemble(
         DrivetrainError: corpus, weights or checkpoints that do not fit; OutOfMemory.
     """
     mesh = Mesh.form(layout_of(config, group.size), group.ranks.rank, device.type)
-    # Ranks that hold one model together draw the same numbers: of a user's transform, and of a mask each takes its part.
+    # Ranks that hold one model together draw the same numbers: of a transform, and of a mask each takes its part.
     seed_everything(config.run.seed, mesh.index("dp"))
     corpus = ensure_corpus(config.data, config.model)
     _require_same_corpus(corpus, fingerprint)
@@ -67,9 +74,11 @@ def assemble(
     building.decoder = local.decoder
     sync = local.sync
     optimizer = build_optimizer(sync.updated(), config.optimizer, fused=building.fused_update)
-    checkpoint = _restore(run_path / "checkpoints", group, local.decoder, optimizer, logbook)
+    layout = {**{dim: mesh.size(dim) for dim in ORDER}, "order": config.parallelism.rank_order}
+    state = held_state(sync, optimizer)
+    checkpoint = _restore(run_path / "checkpoints", group, config.model, state, layout, logbook)
     if checkpoint is None and config.checkpoint.initial_load_path is not None:
-        load_weights(Path(config.checkpoint.initial_load_path), local.decoder)
+        _load_initial_weights(sync, config)
     elif checkpoint is None:
         _initialize(sync, config)
     if checkpoint is None and origin.perturb_ulp is not None:
@@ -98,9 +107,20 @@ def assemble(
             device=device.torch_device,
             num_microbatches=num_microbatches(config, group.size),
             max_norm=config.training.clip_grad,
+            pipeline=local.pipeline,
         ),
         recorder=Recorder(
             config, group, device.torch_device, peak=peak, writer=logbook.writer, console=logbook.console
+        ),
+        saver=CheckpointSaver(
+            run_path / "checkpoints",
+            config.model,
+            keep_latest_k=config.checkpoint.keep_latest_k,
+            asynchronous=building.async_save,
+            tokenizer_file=corpus.tokenizer_file,
+            agreement=agreement_over(group),
+            layout=layout,
+            timeout_s=60 * config.parallelism.distributed_timeout_minutes,
         ),
         progress=Progress() if checkpoint is None else Progress.from_dict(checkpoint.trainer_state),
         resumed=checkpoint is not None,
@@ -117,6 +137,17 @@ def _initialize(sync: GradientSync, config: RunConfig) -> None:
             held.tensor.copy_(whole[held.placement.slices()])
 
 
+def _load_initial_weights(sync: GradientSync, config: RunConfig) -> None:
+    """Each rank takes its part out of the weights of a Hugging Face folder, which it reads whole, on the host."""
+    assert config.checkpoint.initial_load_path is not None
+    whole = Decoder(config.model, torch.float32)
+    load_weights(Path(config.checkpoint.initial_load_path), whole)
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, held in sync.parameters().items():
+            held.tensor.copy_(values[name][held.placement.slices()])
+
+
 def _require_same_corpus(corpus: Corpus, fingerprint: str) -> None:
     if corpus.fingerprint != fingerprint:
         raise DataError(
@@ -127,7 +158,12 @@ def _require_same_corpus(corpus: Corpus, fingerprint: str) -> None:
 
 
 def _restore(
-    folder: Path, group: ProcessGroup, decoder: Decoder, optimizer: torch.optim.AdamW, logbook: Logbook
+    folder: Path,
+    group: ProcessGroup,
+    model: ModelConfig,
+    state: HeldState,
+    layout: Mapping[str, object],
+    logbook: Logbook,
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint that is whole; None where there is none."""
     found: Path | None = None
@@ -155,14 +191,13 @@ def _restore(
     name = group.broadcast_text(found.name if found is not None else "")
     if not name:
         return None
-    checkpoint = load_checkpoint(
-        folder / name, decoder, optimizer, rank=group.ranks.rank, world_size=group.size
-    )
+    checkpoint = load_checkpoint(folder / name, model, state, agreement=agreement_over(group), layout=layout)
     logbook.say(f"continuing from checkpoint {name}")
     if checkpoint.random_state is None:
         logbook.warn(
-            f"{name} was saved by {checkpoint.world_size} ranks and is continued by {group.size}: dropout draws "
-            "new numbers from here on"
+            f"{name} was saved by {checkpoint.world_size} ranks and is continued by {group.size}"
+            f"{' in another layout' if checkpoint.world_size == group.size else ''}: what the ranks draw at random "
+            "begins anew here"
         )
     return checkpoint
 
@@ -187,6 +222,7 @@ def _enforce_memory_limit(
     if device.type == "cuda":
         apply_cuda_limit(limit_bytes, device.torch_device)
         return
+    require_countable_step(config, group.size, device.type)
     microbatches = min(2, num_microbatches(config, group.size))
     with BatchLoader(
         config,

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from drivetrain.archive.heartbeat import Heartbeat
 from drivetrain.archive.writer import RunWriter
 from drivetrain.config import RunConfig, tokens_per_step, total_tokens
-from drivetrain.engine.checkpoint import save_checkpoint
+from drivetrain.engine.checkpoint import CheckpointSaver, Saved, held_state
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.loader import BatchLoader
 from drivetrain.engine.devices import Device
@@ -82,6 +82,7 @@ class TrainingRun:
     optimisations: Optimisations
     stepper: Stepper
     recorder: Recorder
+    saver: CheckpointSaver
     progress: Progress
     resumed: bool
     logbook: Logbook
@@ -176,6 +177,8 @@ class TrainingRun:
                 self.device.torch_device,
                 self.corpus.bytes_per_token(),
                 counts=self.mesh.is_first_of_model,
+                pipeline=self.stepper.pipeline,
+                batches_at_once=self.stepper.num_microbatches if self.stepper.pipeline is not None else 1,
             )
         self.logbook.event(
             "evaluation",
@@ -196,23 +199,31 @@ class TrainingRun:
         return result
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint, recorded as an event. The time counts as maintenance."""
+        """Save a checkpoint, or begin to; events tell of those that are whole. The time counts as maintenance."""
         self.recorder.flush(progress)
         with self._maintenance("checkpoint"):
-            path = save_checkpoint(
-                self.checkpoint_folder,
-                progress.step,
-                model=self.config.model,
-                decoder=self.decoder,
-                optimizer=self.optimizer,
-                trainer_state=progress.to_dict(),
-                keep_latest_k=self.config.checkpoint.keep_latest_k,
-                tokenizer_file=self.corpus.tokenizer_file,
-                rank=self.group.ranks.rank,
-                world_size=self.group.size,
-                barrier=self.group.barrier,
+            whole = self.saver.save(
+                progress.step, held_state(self.stepper.sync, self.optimizer), progress.to_dict()
             )
-        self.logbook.event("checkpoint", step=progress.step, path=path.name)
+        self._note_checkpoints(whole)
+
+    def note_finished_save(self) -> None:
+        """An event when the checkpoint that was being written is whole by now. Does not wait."""
+        if self.group.is_main and (saved := self.saver.newly_whole()) is not None:
+            self._note_checkpoints([saved])
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if any; EnvironmentFault on every rank when it failed."""
+        if not self.saver.is_writing:
+            return
+        with self._maintenance("checkpoint"):
+            whole = self.saver.finish()
+        self._note_checkpoints(whole)
+
+    def _note_checkpoints(self, whole: Sequence[Saved]) -> None:
+        for saved in whole:
+            written = {} if saved.write_s is None else {"write_s": saved.write_s}
+            self.logbook.event("checkpoint", step=saved.step, path=saved.path.name, **written)
 
     @contextmanager
     def _maintenance(self, kind: str) -> Iterator[None]:

@@ -28,7 +28,9 @@ def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
     if facts.world_size == 1:
         return "one process has nobody to communicate with"
     if data_parallel_size(config, facts.world_size) == 1:
-        return "there is one data-parallel rank, and no gradient to reduce over others"
+        return "there is one data-parallel rank, which has nothing to share or to reduce"
+    if config.parallelism.zero_stage == 3:
+        return "with parallelism.zero_stage = 3 a block's gradients are one bucket"
     gradients = _gradient_mb(config)
     if 0 < gradients <= size:
         return (
@@ -39,7 +41,7 @@ def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
 
 
 def _on(config: RunConfig, facts: LaunchFacts) -> Mapping[str, Any] | None:
-    if data_parallel_size(config, facts.world_size) == 1:
+    if data_parallel_size(config, facts.world_size) == 1 or config.parallelism.zero_stage == 3:
         return None
     if config.overlap.bucket_size_mb and _applies(config, facts) is None:
         return None

@@ -21,10 +21,12 @@ from drivetrain.config import (
     LoadedConfig,
     RunConfig,
     idle_fields,
+    layout_of,
     least_processes,
     load_config,
     violations,
 )
+from drivetrain.config.layout import model_ranks
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
 __all__ = ["EXIT_OF", "Beginning", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
@@ -56,6 +58,15 @@ class Beginning:
             f"{name} belongs to the start of a run, and {what} is a run to continue; drop {name}, or start a new run "
             f"from {Path(what) / 'config.toml'}"
         )
+
+    def refuse_for(self, config: RunConfig, world_size: int) -> None:
+        """Raise DrivetrainError where the probe would need what no rank has."""
+        parallelism = config.parallelism
+        if self.probe and (layout_of(config, world_size).dp != world_size or parallelism.zero_stage > 1):
+            raise DrivetrainError(
+                "--probe writes gradients of whole parameters, and here no rank holds them; drop it, or use "
+                "tensor_model_parallel_size = 1, pipeline_model_parallel_size = 1 and zero_stage = 0 or 1"
+            )
 
     def origin(self, config: RunConfig) -> RunOrigin:
         """What the manifest keeps of it. Raises RunError where there is no such parent."""
@@ -108,6 +119,11 @@ def run_train(
     if overfit:
         from drivetrain.cli.overfit import run_overfit
 
+        if model_ranks(loaded.config) > 1:
+            raise DrivetrainError(
+                "--overfit-batch trains in one process; use parallelism.tensor_model_parallel_size=1 "
+                "parallelism.pipeline_model_parallel_size=1"
+            )
         return run_overfit(loaded, as_json=as_json)
     path = run.path if run is not None else new_run(loaded, world_size, beginning)
     summary = train_to_end(path, world_size)
@@ -207,9 +223,12 @@ def new_run(loaded: LoadedConfig, world_size: int, beginning: Beginning = Beginn
     """
     from drivetrain.engine.creation import create_run
     from drivetrain.engine.data.corpus import ensure_corpus
-    from drivetrain.engine.preflight import require_usable_inputs
+    from drivetrain.engine.devices import select_device
+    from drivetrain.engine.preflight import require_countable_step, require_usable_inputs
 
+    beginning.refuse_for(loaded.config, world_size)
     origin = beginning.origin(loaded.config)
+    require_countable_step(loaded.config, world_size, select_device(loaded.config.run).type)
     _note_idle_fields(loaded, world_size)
     with show_progress() as progress:
         corpus = ensure_corpus(loaded.config.data, loaded.config.model, progress)

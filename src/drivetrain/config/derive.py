@@ -5,7 +5,7 @@ Nothing here changes a configuration. Each derived value is reported with its re
 
 from dataclasses import dataclass
 
-from drivetrain.config.layout import model_ranks
+from drivetrain.config.layout import model_ranks, stage_plan
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.config.schema import RunConfig
 from drivetrain.config.training import DataConfig
@@ -113,6 +113,12 @@ def _execution(config: RunConfig, facts: LaunchFacts) -> list[Derived]:
             reason += f" / {model_ranks(config)} that hold one model"
         size = data_parallel_size(config, facts.world_size)
         found.append(Derived("parallelism.data_parallel_size", size, reason))
+    found += _pipeline(config)
+    if config.parallelism.hybrid_shard_size is None and config.parallelism.zero_stage > 0:
+        size = data_parallel_size(config, facts.world_size)
+        found.append(
+            Derived("parallelism.hybrid_shard_size", size, "all data-parallel ranks share one set of shards")
+        )
     if config.run.name is None:
         reason = (
             "the preset's or the file's name" if facts.source_name else "named by its source when it starts"
@@ -120,6 +126,24 @@ def _execution(config: RunConfig, facts: LaunchFacts) -> list[Derived]:
         found.append(Derived("run.name", facts.source_name, reason))
     if config.run.num_threads is None:
         found.append(_num_threads(facts))
+    return found
+
+
+def _pipeline(config: RunConfig) -> list[Derived]:
+    """Stages of a pipeline. The rules must hold."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_model_parallel_size == 1:
+        return []
+    plan = stage_plan(config)
+    found = []
+    if parallelism.virtual_pipeline_model_parallel_size is None:
+        name = "parallelism.virtual_pipeline_model_parallel_size"
+        found.append(
+            Derived(name, plan.num_stages // plan.pp, f"stages that {parallelism.pipeline_schedule} needs")
+        )
+    if parallelism.pipeline_model_parallel_layout is None:
+        name, layers = "parallelism.pipeline_model_parallel_layout", ",".join(map(str, plan.layers_per_stage))
+        found.append(Derived(name, layers, f"{plan.num_layers} layers over {plan.num_stages} stages"))
     return found
 
 

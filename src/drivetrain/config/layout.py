@@ -10,8 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drivetrain.config.schema import RunConfig
+from drivetrain.config.stages import StagePlan, layers_of_text, plan_stages
 
-__all__ = ["DIMENSIONS", "ORDER", "Layout", "is_order", "layout_of", "least_processes", "model_ranks"]
+__all__ = [
+    "DIMENSIONS",
+    "ORDER",
+    "Layout",
+    "is_order",
+    "layout_of",
+    "least_processes",
+    "model_ranks",
+    "stage_plan",
+]
 
 ORDER = ("tp", "cp", "pp", "dp")
 """The order of dimensions, innermost first, unless another is asked for."""
@@ -102,7 +112,25 @@ class Layout:
 
 def model_ranks(config: RunConfig) -> int:
     """Ranks that hold one copy of the model together: processes of each data-parallel rank."""
-    return config.parallelism.tensor_model_parallel_size
+    parallelism = config.parallelism
+    return parallelism.tensor_model_parallel_size * parallelism.pipeline_model_parallel_size
+
+
+def stage_plan(config: RunConfig) -> StagePlan:
+    """Which layers lie on which rank of the pipeline.
+
+    Raises:
+        ConfigurationError: the rule pipeline-stages-hold-the-layers is broken.
+    """
+    parallelism = config.parallelism
+    text = parallelism.pipeline_model_parallel_layout
+    return plan_stages(
+        config.model.num_layers,
+        parallelism.pipeline_model_parallel_size,
+        parallelism.pipeline_schedule,
+        parallelism.virtual_pipeline_model_parallel_size,
+        None if text is None else layers_of_text(text),
+    )
 
 
 def least_processes(config: RunConfig) -> int:
@@ -116,6 +144,8 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
     assert world_size % model_ranks(config) == 0, "rule layout-covers-processes was not checked"
     return Layout(
         tp=parallelism.tensor_model_parallel_size,
+        pp=parallelism.pipeline_model_parallel_size,
         dp=world_size // model_ranks(config),
+        dp_shard=parallelism.hybrid_shard_size if parallelism.zero_stage else None,
         order=tuple(parallelism.rank_order.split("-")),
     )

@@ -5,14 +5,18 @@ Each message gives the nearest legal values. A rule whose precondition another r
 
 from collections.abc import Callable
 
-from drivetrain.config.layout import is_order, model_ranks
+from drivetrain.config.derive import data_parallel_size
+from drivetrain.config.layout import is_order, model_ranks, stage_plan
 from drivetrain.config.nearest_values import around, closest, divisors
 from drivetrain.config.rules import LaunchFacts, Rule
 from drivetrain.config.schema import RunConfig
+from drivetrain.config.stages import legal_micro_batches, nearest_micro_batches
+from drivetrain.errors import ConfigurationError
 
 __all__ = ["PARALLEL_RULES"]
 
 _TP = "parallelism.tensor_model_parallel_size"
+_PP = "parallelism.pipeline_model_parallel_size"
 
 
 def _layout_covers_processes(config: RunConfig, facts: LaunchFacts) -> str | None:
@@ -78,6 +82,17 @@ def _tensor_parallel_and_query_groups(config: RunConfig, _: LaunchFacts) -> str 
     )
 
 
+def _tensor_parallel_fits_vocabulary(config: RunConfig, _: LaunchFacts) -> str | None:
+    parts, rows = config.parallelism.tensor_model_parallel_size, config.model.vocab_size
+    if rows >= parts or config.model.num_attention_heads % parts:
+        return None
+    legal = [size for size in divisors(config.model.num_attention_heads) if size <= rows]
+    return (
+        f"{parts} ranks cannot each have a row of vocab_size = {rows}; nearest legal values: "
+        f"tensor_model_parallel_size = {legal[-1]}; vocab_size = {parts}"
+    )
+
+
 def _sequence_parallel_divides(config: RunConfig, _: LaunchFacts) -> str | None:
     parts, length = config.parallelism.tensor_model_parallel_size, config.model.seq_length
     if not config.parallelism.sequence_parallel or length % parts == 0:
@@ -86,6 +101,63 @@ def _sequence_parallel_divides(config: RunConfig, _: LaunchFacts) -> str | None:
         f"seq_length = {length} is not divisible by tensor_model_parallel_size = {parts}; nearest legal values: "
         f"model.seq_length = {around(length, parts)}; tensor_model_parallel_size = "
         f"{closest(parts, divisors(length))}; or sequence_parallel = false"
+    )
+
+
+def _stages_hold_the_layers(config: RunConfig, _: LaunchFacts) -> str | None:
+    if config.parallelism.pipeline_model_parallel_size == 1:
+        return None
+    try:
+        stage_plan(config)
+    except ConfigurationError as error:
+        return "; ".join(error.problems)
+    return None
+
+
+def _micro_batches_fit_the_schedule(config: RunConfig, facts: LaunchFacts) -> str | None:
+    parallelism, training = config.parallelism, config.training
+    ranks, schedule = parallelism.pipeline_model_parallel_size, parallelism.pipeline_schedule
+    per_pass = training.micro_batch_size * data_parallel_size(config, facts.world_size)
+    if ranks == 1 or training.global_batch_size % per_pass:
+        return None
+    number = training.global_batch_size // per_pass
+    if legal_micro_batches(schedule, ranks, number):
+        return None
+    nearest = nearest_micro_batches(schedule, ranks, number)
+    return (
+        f"it makes {number} micro-batch{'es' if number > 1 else ''} a step, and {schedule} on {ranks} ranks cannot run "
+        f"that many; nearest legal values: {' or '.join(str(legal * per_pass) for legal in nearest)} "
+        f"({' or '.join(map(str, nearest))} micro-batches)"
+    )
+
+
+def _hybrid_shards_divide_ranks(config: RunConfig, facts: LaunchFacts) -> str | None:
+    size, ranks = config.parallelism.hybrid_shard_size, data_parallel_size(config, facts.world_size)
+    if size is None or ranks % size == 0:
+        return None
+    return (
+        f"{size} does not divide the data-parallel size, {ranks}; nearest legal values: "
+        f"{closest(size, divisors(ranks))}"
+    )
+
+
+def _pipelines_reduce_once(config: RunConfig, _: LaunchFacts) -> str | None:
+    parallelism = config.parallelism
+    if not parallelism.reduce_each_micro_batch or parallelism.pipeline_model_parallel_size == 1:
+        return None
+    return (
+        "a pipeline's backward passes overlap, and its gradients are complete at the end of the step alone; use "
+        "reduce_each_micro_batch = false, or pipeline_model_parallel_size = 1"
+    )
+
+
+def _pipelines_keep_parameters(config: RunConfig, _: LaunchFacts) -> str | None:
+    parallelism = config.parallelism
+    if parallelism.zero_stage < 3 or parallelism.pipeline_model_parallel_size == 1:
+        return None
+    return (
+        "3 would gather a stage's parameters again for every micro-batch, and is not built for pipelines; the nearest "
+        "legal value is 2, or use pipeline_model_parallel_size = 1"
     )
 
 
@@ -128,16 +200,54 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "tensor_model_parallel_size divides ffn_hidden_size.",
     ),
     Rule(
-        "tensor-parallel-divides-vocabulary",
+        "tensor-parallel-fits-vocabulary",
         (_TP, "model.vocab_size"),
-        _tensor_parallel_divides("vocab_size", lambda config: config.model.vocab_size),
-        "tensor_model_parallel_size divides vocab_size; nothing is padded.",
+        _tensor_parallel_fits_vocabulary,
+        "vocab_size is at least tensor_model_parallel_size; it need not be a multiple, and nothing is padded.",
     ),
     Rule(
         "sequence-parallel-divides-sequence",
         ("parallelism.sequence_parallel", "model.seq_length", _TP),
         _sequence_parallel_divides,
         "With sequence_parallel, tensor_model_parallel_size divides seq_length.",
+    ),
+    Rule(
+        "pipeline-stages-hold-the-layers",
+        (
+            _PP,
+            "model.num_layers",
+            "parallelism.pipeline_schedule",
+            "parallelism.virtual_pipeline_model_parallel_size",
+            "parallelism.pipeline_model_parallel_layout",
+        ),
+        _stages_hold_the_layers,
+        "In a pipeline, each stage but the first and the last has a layer; a layout, where given, "
+        "numbers each stage and sums to num_layers; a schedule has the stages on each rank that it is made for.",
+    ),
+    Rule(
+        "pipeline-micro-batches",
+        ("training.global_batch_size", "training.micro_batch_size", "parallelism.pipeline_schedule", _PP),
+        _micro_batches_fit_the_schedule,
+        "In a pipeline, the micro-batches of a step are at least as many as its ranks (gpipe: any number), and with an "
+        "interleaved schedule they make rounds of equal length.",
+    ),
+    Rule(
+        "hybrid-shards-divide-ranks",
+        ("parallelism.hybrid_shard_size", "parallelism.data_parallel_size"),
+        _hybrid_shards_divide_ranks,
+        "hybrid_shard_size divides the data-parallel size.",
+    ),
+    Rule(
+        "pipelines-reduce-once",
+        ("parallelism.reduce_each_micro_batch", _PP),
+        _pipelines_reduce_once,
+        "In a pipeline, gradients are reduced once a step.",
+    ),
+    Rule(
+        "pipelines-keep-parameters",
+        ("parallelism.zero_stage", _PP),
+        _pipelines_keep_parameters,
+        "In a pipeline, zero_stage is at most 2.",
     ),
 )
 """Tried with the basic rules."""

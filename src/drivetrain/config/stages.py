@@ -19,6 +19,7 @@ __all__ = [
     "check_micro_batches",
     "layers_of_text",
     "legal_micro_batches",
+    "nearest_micro_batches",
     "plan_stages",
     "stages_per_rank",
 ]
@@ -181,17 +182,22 @@ def legal_micro_batches(schedule: Schedule, pp: int, num_microbatches: int) -> b
     return schedule not in _INTERLEAVED or num_microbatches % (num_microbatches // pp) == 0
 
 
-def check_micro_batches(schedule: Schedule, pp: int, num_microbatches: int) -> None:
-    """Raise ConfigurationError with the nearest legal numbers unless ``schedule`` can run ``num_microbatches``."""
-    if legal_micro_batches(schedule, pp, num_microbatches):
-        return
+def nearest_micro_batches(schedule: Schedule, pp: int, num_microbatches: int) -> list[int]:
+    """The legal numbers next below, if there is one, and next above."""
     above = num_microbatches + 1
     while not legal_micro_batches(schedule, pp, above):
         above += 1
     below = num_microbatches - 1
     while below > 0 and not legal_micro_batches(schedule, pp, below):
         below -= 1
-    nearest = f"{below} or {above}" if below > 0 else f"{above}"
+    return [below, above] if below > 0 else [above]
+
+
+def check_micro_batches(schedule: Schedule, pp: int, num_microbatches: int) -> None:
+    """Raise ConfigurationError with the nearest legal numbers unless ``schedule`` can run ``num_microbatches``."""
+    if legal_micro_batches(schedule, pp, num_microbatches):
+        return
+    nearest = " or ".join(map(str, nearest_micro_batches(schedule, pp, num_microbatches)))
     raise ConfigurationError(
         f"{num_microbatches} micro-batches in a step: {schedule} on {pp} ranks cannot run that many; "
         f"the nearest legal number is {nearest}"

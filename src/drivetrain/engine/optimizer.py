@@ -1,6 +1,6 @@
 """AdamW: which parameters decay, where its state lives, how it is named on disk, and gradient clipping."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn

@@ -16,6 +16,7 @@ from drivetrain.engine.optimizer import set_learning_rate
 from drivetrain.engine.parallel.gradient_norm import clip_held_gradients
 from drivetrain.engine.parallel.gradient_sync import GradientSync
 from drivetrain.engine.parallel.mesh import Mesh
+from drivetrain.engine.parallel.pipeline import Pipeline
 from drivetrain.engine.parallel.process_group import PendingSum, ProcessGroup
 from drivetrain.engine.timing import Mark, mark
 
@@ -63,6 +64,7 @@ class Stepper:
     device: torch.device
     num_microbatches: int
     max_norm: float
+    pipeline: Pipeline | None = None
 
     def step(
         self,
@@ -125,6 +127,8 @@ class Stepper:
         self, micro_batches: Sequence[Batch], totals: PendingSum
     ) -> tuple[torch.Tensor, list[int]]:
         """Sum of the loss over this rank's batches, and the totals over all ranks."""
+        if self.pipeline is not None:
+            return self._through_pipeline(self.pipeline, micro_batches, totals)
         loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         counts: list[int] = []
         for index, host_batch in enumerate(micro_batches):
@@ -139,6 +143,18 @@ class Stepper:
                 with record_function("drivetrain/backward"):
                     self.backward(loss, counts[0])
             loss_sum += loss.detach()
+        return loss_sum, counts
+
+    def _through_pipeline(
+        self, pipeline: Pipeline, micro_batches: Sequence[Batch], totals: PendingSum
+    ) -> tuple[torch.Tensor, list[int]]:
+        with record_function("drivetrain/h2d"):
+            batches = [batch.to(self.device) for batch in micro_batches]
+        with record_function("drivetrain/sync"):
+            counts = totals.wait()
+        # Whole gradients are there when the schedule has ended: nothing may travel before.
+        with self.sync.micro_batch(last=False), record_function("drivetrain/pipeline"):
+            loss_sum = pipeline.run(batches, counts[0])
         return loss_sum, counts
 
     def backward(self, loss_sum: torch.Tensor, valid_tokens: int) -> None:

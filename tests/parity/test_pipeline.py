@@ -14,7 +14,6 @@ import parity_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from drivetrain.config import ModelConfig
 from drivetrain.config.layout import Layout
@@ -23,6 +22,7 @@ from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.initialization import initialize
 from drivetrain.engine.optimizer import build_optimizer
+from drivetrain.engine.parallel.fully_sharded import FullySharded
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.pipeline import Pipeline, decoder_of_rank, payload_bytes
 from drivetrain.engine.parallel.placement import Placement
@@ -299,6 +299,25 @@ def test_another_micro_batch_size_gets_another_schedule_and_evaluation_leaves_gr
         assert evaluations == pytest.approx([loss * cases.valid_tokens(case.model)] * 4, rel=1e-12)
 
 
+def evaluated(case: Case, rows_at_once: int) -> tuple[float, float]:
+    with pipeline_of(case) as (decoder, pipeline, _mesh):
+        decoder.eval()
+        parts = [range(start, start + rows_at_once) for start in range(0, cases.ROWS, rows_at_once)]
+        first = pipeline.evaluate(rows(case, *parts)).item()
+        return first, pipeline.evaluate(rows(case, parts[0])).item()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_any_number_of_batches_is_evaluated(schedule: Schedule) -> None:
+    case = Case(cases.llama(4), schedule)
+    decoder = cases.reference_decoder(case.model)
+    whole = decoder.loss_sum(cases.rows_of_global_batch(case.model, range(8))).item()
+    part = decoder.loss_sum(cases.rows_of_global_batch(case.model, range(1))).item()
+    for first, second in on_ranks(evaluated, 2, case, 1):
+        assert first == pytest.approx(whole, rel=1e-12)
+        assert second == pytest.approx(part, rel=1e-12)
+
+
 def accumulated(case: Case) -> Found:
     """Two runs without clearing the gradients between them."""
     with pipeline_of(case) as (decoder, pipeline, mesh):
@@ -348,24 +367,28 @@ def test_three_steps_of_adamw_over_two_pipelines_equal_one_process(schedule: Sch
 def fully_sharded(case: Case) -> Found:
     """FSDP2 around each stage, told to drop parameters after forward."""
     with pipeline_of(case) as (decoder, pipeline, mesh):
-        for module in pipeline.modules:
-            units = [*module.blocks.values(), module]
-            for unit in units:
-                fully_shard(unit, mesh=mesh.submesh("dp"), reshard_after_forward=True)
-            for unit in units:
-                unit.set_gradient_divide_factor(1.0)
-                unit.set_force_sum_reduction_for_comms(True)
+        whole = {name: Placement(tuple(p.shape)) for name, p in decoder.named_parameters()}
+        shards = [
+            FullySharded(module, list(module.blocks.values()), mesh, whole, Traffic(), forward_methods=())
+            for module in pipeline.modules
+        ]
         batches = cases.micro_batches(case.model, case.num_microbatches, mesh.index("dp"), case.dp)
         total = cases.valid_tokens(case.model)
         before = pipeline.evaluate(batches)
-        loss = pipeline.run(batches, total)
+        for _ in range(2):
+            loss = pipeline.run(batches, total)
+            for shard in shards:
+                shard.finish()
+            held = {name: one for shard in shards for name, one in shard.gradients().items()}
+            gradients = {name: one.tensor.numpy().copy() for name, one in held.items()}
+            decoder.zero_grad(set_to_none=True)
         assert loss.item() == before.item()
         dist.all_reduce(loss, group=mesh.group("dp"))
-        gradients = {name: p.grad.full_tensor().numpy().copy() for name, p in decoder.named_parameters()}
-        return Found(loss.item() / total, gradients, {})
+        assert held.keys() == whole.keys()
+        return Found(loss.item() / total, gradients, {name: one.placement for name, one in held.items()})
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parameters_that_fsdp_would_drop_after_forward_do_not_spoil_a_schedule(schedule: Schedule) -> None:
     case = Case(cases.llama(4, untied=schedule == "zbv"), schedule, dp=2)
     assert worst(on_ranks(fully_sharded, 4, case), case) < LIMIT

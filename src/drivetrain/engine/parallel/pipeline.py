@@ -18,6 +18,7 @@ comes after it. Zero-bubble schedules add to ``.grad`` without calling the hooks
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,13 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 
 from drivetrain.config.model import ModelConfig
-from drivetrain.config.stages import ZERO_BUBBLE, Schedule, StagePlan, check_micro_batches
+from drivetrain.config.stages import (
+    ZERO_BUBBLE,
+    Schedule,
+    StagePlan,
+    check_micro_batches,
+    legal_micro_batches,
+)
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder, Embedding
 from drivetrain.engine.parallel.mesh import Mesh
@@ -256,7 +263,14 @@ class Pipeline:
         return self._shared_loss()
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """The same loss without gradients. Put the decoder into evaluation mode first."""
+        """The same loss without gradients, of any number of batches. Put the decoder into evaluation mode first.
+
+        Where the schedule cannot run that many, batches without loss follow.
+        """
+        silent = replace(batches[-1], loss_mask=torch.zeros_like(batches[-1].loss_mask), num_valid_tokens=0)
+        batches = list(batches)
+        while not legal_micro_batches(self._schedule_name, self.plan.pp, len(batches)):
+            batches.append(silent)
         schedule = self._prepare(batches, training=False)
         with torch.no_grad():
             schedule.eval(**self._arguments(len(batches)), return_outputs=False)
@@ -327,8 +341,8 @@ class Pipeline:
                 return ScheduleZBVZeroBubble(stages, num_microbatches, **settings)
 
     def _keep_unsharded(self) -> None:
-        """Zero-bubble schedules go through a stage's backward twice, and parameters that FSDP has sharded again by
-        the second time give wrong gradients without a word."""
+        """Zero-bubble schedules go through a stage's backward twice. Parameters that FSDP has sharded again by the
+        second time get a wrong gradient or none, without a word."""
         for module in self.modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):

@@ -21,12 +21,12 @@ class ParallelismConfig(Section):
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
     """Order of forward and backward passes on a pipeline's ranks."""
     virtual_pipeline_model_parallel_size: Count | None = Field(default=None, ge=1, le=1024)
-    """Stages on each rank of a pipeline. Derived when absent: 2 where the schedule needs several, else 1."""
+    """Stages on each rank of a pipeline. Absent: 2 where the schedule needs several, else 1."""
     pipeline_model_parallel_layout: str | None = Field(
         default=None, pattern="^[0-9]{1,4}(,[0-9]{1,4})*$", examples=["3,2,2,1"]
     )
-    """Layers of each stage in model order, such as 3,2,2,1. Derived when absent: the same number in each, the earliest
-    with one more where there is a rest."""
+    """Layers of each stage in model order, such as 3,2,2,1. Absent: the same number in each, and one more
+    in the earliest where there is a rest."""
     data_parallel_size: Count | None = Field(default=None, ge=1, le=1_048_576)
     """Ranks, or sets of model-parallel ranks, that take different samples. Derived when absent: the number of
     processes over the other sizes."""
@@ -34,7 +34,7 @@ class ParallelismConfig(Section):
     """What data-parallel ranks share instead of each holding it: 1 optimizer state, 2 also gradients, 3 also
     parameters."""
     hybrid_shard_size: Count | None = Field(default=None, ge=1, le=1_048_576)
-    """Data-parallel ranks that share one set of shards (HSDP); sets hold the same. Derived when absent: all of them."""
+    """Data-parallel ranks that share one set of shards (HSDP); the sets hold the same. Absent: all of them."""
     reduce_each_micro_batch: bool = False
     """Reduce gradients over data-parallel ranks with each micro-batch: more traffic, and with zero_stage 2 or 3 less
     memory. Off: once a step."""

@@ -20,13 +20,18 @@ _PP = "parallelism.pipeline_model_parallel_size"
 
 
 def _layout_covers_processes(config: RunConfig, facts: LaunchFacts) -> str | None:
-    ranks, world = model_ranks(config), facts.world_size
+    parallelism, ranks, world = config.parallelism, model_ranks(config), facts.world_size
     if world % ranks == 0:
         return None
+    tensor, pipeline = parallelism.tensor_model_parallel_size, parallelism.pipeline_model_parallel_size
+    remedy = f"{around(world, ranks)} processes"
+    if pipeline == 1:
+        remedy += f"; tensor_model_parallel_size = {closest(tensor, divisors(world))}"
+    if tensor == 1:
+        remedy += f"; pipeline_model_parallel_size = {closest(pipeline, divisors(world))}"
     return (
         f"{ranks} ranks hold one model, and {world} process{'es are' if world > 1 else ' is'} no multiple of that; "
-        f"nearest legal values: {around(world, ranks)} processes; tensor_model_parallel_size = "
-        f"{closest(config.parallelism.tensor_model_parallel_size, divisors(world))}"
+        f"nearest legal values: {remedy}"
     )
 
 
@@ -151,26 +156,28 @@ def _pipelines_reduce_once(config: RunConfig, _: LaunchFacts) -> str | None:
     )
 
 
-def _pipelines_keep_parameters(config: RunConfig, _: LaunchFacts) -> str | None:
+def _one_rank_ends_share_no_shards(config: RunConfig, _: LaunchFacts) -> str | None:
     parallelism = config.parallelism
-    if parallelism.zero_stage < 3 or parallelism.pipeline_model_parallel_size == 1:
+    in_a_v = parallelism.pipeline_model_parallel_size > 1 and parallelism.pipeline_schedule == "zbv"
+    if parallelism.zero_stage < 3 or not in_a_v or config.model.untie_embeddings_and_output_weights:
         return None
     return (
-        "3 would gather a stage's parameters again for every micro-batch, and is not built for pipelines; the nearest "
-        "legal value is 2, or use pipeline_model_parallel_size = 1"
+        "with zbv one rank has both ends of the model, and their common embedding cannot be gathered for each stage by "
+        "itself; the nearest legal value is 2; or use another pipeline_schedule, or "
+        "model.untie_embeddings_and_output_weights = true"
     )
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "layout-covers-processes",
-        (_TP,),
+        (_TP, _PP),
         _layout_covers_processes,
         "The number of processes is a multiple of the ranks that hold one model.",
     ),
     Rule(
         "data-parallel-equals-processes",
-        ("parallelism.data_parallel_size", _TP),
+        ("parallelism.data_parallel_size", _TP, _PP),
         _data_parallel_equals_processes,
         "data_parallel_size, where given, equals the number of processes over the ranks that hold one model.",
     ),
@@ -244,10 +251,15 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "In a pipeline, gradients are reduced once a step.",
     ),
     Rule(
-        "pipelines-keep-parameters",
-        ("parallelism.zero_stage", _PP),
-        _pipelines_keep_parameters,
-        "In a pipeline, zero_stage is at most 2.",
+        "zbv-gathers-no-tied-embedding",
+        (
+            "parallelism.zero_stage",
+            "parallelism.pipeline_schedule",
+            "model.untie_embeddings_and_output_weights",
+            _PP,
+        ),
+        _one_rank_ends_share_no_shards,
+        "With pipeline_schedule = zbv and a tied embedding, zero_stage is at most 2.",
     ),
 )
 """Tried with the basic rules."""

@@ -73,6 +73,15 @@ LAYOUTS = {
     "tp2-pp2": (4, (f"{TP}=2", f"{PP}=2", "parallelism.sequence_parallel=true")),
     "pp2-zero2": (4, (f"{PP}=2", f"{ZERO}=2", "parallelism.pipeline_schedule=interleaved_1f1b")),
     "pp2-dp2-zero-bubble": (4, (f"{PP}=2", "parallelism.pipeline_schedule=interleaved_zero_bubble")),
+    "pp2-zero3": (4, (f"{PP}=2", f"{ZERO}=3")),
+    "pp2-zero3-zero-bubble": (
+        4,
+        (f"{PP}=2", f"{ZERO}=3", "parallelism.pipeline_schedule=interleaved_zero_bubble"),
+    ),
+    "tp2-pp2-hsdp": (
+        8,
+        (f"{TP}=2", f"{PP}=2", f"{ZERO}=3", 'parallelism.pipeline_model_parallel_layout="3,1"'),
+    ),
     "hsdp": (4, (f"{ZERO}=3", "parallelism.hybrid_shard_size=2")),
 }
 

@@ -7,6 +7,7 @@ import torch
 
 from drivetrain.config import RunConfig
 from drivetrain.config.layout import stage_plan
+from drivetrain.config.stages import ZERO_BUBBLE
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimisations.implementation import Building
 from drivetrain.engine.parallel.data_parallel import gradient_sync
@@ -72,5 +73,10 @@ def build_local_model(config: RunConfig, mesh: Mesh, device: torch.device, build
         bucket_size_mb=building.bucket_size_mb or 0.0,
         reduce_each_micro_batch=parallelism.reduce_each_micro_batch,
         blocks=list(decoder.blocks.values()),
+        stages=[(part, list(part.blocks.values())) for part in pipeline.modules]
+        if pipeline is not None
+        else [],
+        # Zero-bubble schedules come back to a stage's parameters for the gradients of its weights.
+        reshard_after_forward=pipeline is None or parallelism.pipeline_schedule not in ZERO_BUBBLE,
     )
     return LocalModel(decoder, pipeline, sync, traffic)

@@ -14,7 +14,11 @@ Torch's ``torch.distributed.pipelining`` runs the schedules. What is added:
   ends are on one rank (a V) it is one parameter.
 
 The gradients of the weights are complete when ``run`` returns, and not before: a reduction over data-parallel ranks
-comes after it. Zero-bubble schedules add to ``.grad`` without calling the hooks of parameters.
+comes after it. Zero-bubble schedules add to ``.grad`` without calling the hooks of parameters, and go through the
+backward of a custom ``autograd.Function`` whole, once for activations and once for weights: the output layer's is one.
+
+Dropout masks come from the generator of the rank that holds the layer. They are another sample of the same
+distribution than one process would draw, and no two layers may share one: seed the ranks of a pipeline differently.
 """
 
 from collections.abc import Mapping, Sequence

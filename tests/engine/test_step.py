@@ -58,6 +58,7 @@ def stepper_and_batches(tiny: Tiny) -> Iterator[tuple[Stepper, Iterator[Batch]]]
         device=device,
         num_microbatches=2,
         max_norm=1.0,
+        pipeline=None,
     )
     with BatchLoader(config, corpus, "train") as loader:
         yield stepper, loader

@@ -104,9 +104,9 @@ class _SlowForward:
 class _FaultyStepper(Stepper):
     sleeper: _Sleeper
 
-    def step(self, batches: Iterator[Batch], learning_rate: float, *, stop_requested: bool) -> StepFigures:
+    def step(self, batches: Iterator[Batch], learning_rate: float, **options: Any) -> StepFigures:
         self.sleeper.begin_step()
-        return super().step(self._late(batches), learning_rate, stop_requested=stop_requested)
+        return super().step(self._late(batches), learning_rate, **options)
 
     def _late(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         self.sleeper.sleep("fetch")

@@ -63,8 +63,7 @@ def assemble(
         DrivetrainError: corpus, weights or checkpoints that do not fit; OutOfMemory.
     """
     mesh = Mesh.form(layout_of(config, group.size), group.ranks.rank, device.type)
-    # Ranks that hold one model together draw the same numbers: of a transform, and of a mask each takes its part.
-    seed_everything(config.run.seed, mesh.index("dp"))
+    seed_everything(config.run.seed, mesh.index("dp"), mesh.index("pp"))
     corpus = ensure_corpus(config.data, config.model)
     _require_same_corpus(corpus, fingerprint)
     building = Building(config=config, device=device, num_ranks=group.size)

@@ -64,7 +64,7 @@ class Stepper:
     device: torch.device
     num_microbatches: int
     max_norm: float
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline | None
 
     def step(
         self,
@@ -120,8 +120,14 @@ class Stepper:
             learning_rate=learning_rate,
             data_wait_s=data_wait_s,
             started=started,
-            exposed_wait=self.sync.exposed_wait(),
+            exposed_wait=self._exposed_wait(),
         )
+
+    def _exposed_wait(self) -> tuple[Mark, Mark] | None:
+        """The wait for gradients, where it is all that this rank waits for: ranks that hold one model together wait for
+        each other in every layer."""
+        alone = self.mesh.size("tp") == self.mesh.size("cp") == self.mesh.size("pp") == 1
+        return self.sync.exposed_wait() if alone else None
 
     def _forward_and_backward(
         self, micro_batches: Sequence[Batch], totals: PendingSum

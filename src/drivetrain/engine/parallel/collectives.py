@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.engine.parallel.flat_collectives import all_gather_flat, reduce_scatter_flat
 from drivetrain.engine.parallel.traffic import Traffic
 
 __all__ = ["Group", "copied", "gathered", "joined", "scattered", "summed"]
@@ -47,7 +48,7 @@ class Group:
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or ``op``) over the ranks in a new tensor, equal on all of them."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.traffic.record(self.name, "all_reduce", _bytes(result))
+        self.traffic.record(self.name, "all_reduce", result.nbytes)
         dist.all_reduce(result, op, group=self.process_group)
         return result
 
@@ -55,8 +56,8 @@ class Group:
         """The equally large tensors of all ranks, one behind the other along ``dim``."""
         part = tensor.detach().movedim(dim, 0).contiguous()
         whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        self.traffic.record(self.name, "all_gather", _bytes(part))
-        dist.all_gather_into_tensor(whole, part, group=self.process_group)
+        self.traffic.record(self.name, "all_gather", part.nbytes)
+        all_gather_flat(whole.view(-1), part.view(-1), group=self.process_group)
         return whole.movedim(0, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
@@ -64,13 +65,9 @@ class Group:
         whole = tensor.detach().movedim(dim, 0).contiguous()
         assert whole.shape[0] % self.size == 0, f"{self.size} ranks do not divide {whole.shape[0]}"
         part = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
-        self.traffic.record(self.name, "reduce_scatter", _bytes(whole))
-        dist.reduce_scatter_tensor(part, whole, group=self.process_group)
+        self.traffic.record(self.name, "reduce_scatter", whole.nbytes)
+        reduce_scatter_flat(part.view(-1), whole.view(-1), group=self.process_group)
         return part.movedim(0, dim)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 class _Pair(torch.autograd.Function):

@@ -231,13 +231,25 @@ def expected_traffic(one: Case) -> dict[tuple[str, str], tuple[int, int]]:
     return expected
 
 
+def without_noise(values: Mapping[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
+    """A key's bias has no gradient without rope, softmax does not see it: what AdamW makes of it is round-off."""
+    return {
+        name: value
+        for name, value in values.items()
+        if what == "gradients" or ".attention.key.bias" not in name
+    }
+
+
 @pytest.mark.parametrize("one", CASES, ids=name_of)
 def test_equal_to_one_process_with_the_bytes_of_the_formulas(one: Case) -> None:
     expected = train_alone(one)
     found = on_ranks(train, one["ranks"], one)
     for what in ("gradients", "parameters", "moments"):
-        per_rank = [(rank[what], rank[f"{what.removesuffix('s')}_placements"]) for rank in found]
-        assert worst_difference(per_rank, expected[what]) < 1e-9, what
+        kept = without_noise(expected[what], what)
+        per_rank = [
+            (without_noise(rank[what], what), rank[f"{what.removesuffix('s')}_placements"]) for rank in found
+        ]
+        assert worst_difference(per_rank, kept) < 1e-9, what
     for rank in found:
         assert rank["norm"] == pytest.approx(expected["norm"], rel=1e-12)
         assert rank["travelled"] == [expected_traffic(one)] * STEPS

@@ -79,6 +79,7 @@ class FullySharded:
         placements: Mapping[str, Placement],
         traffic: Traffic,
         *,
+        stages: Sequence[tuple[nn.Module, Sequence[nn.Module]]] = (),
         forward_methods: Sequence[str] = ("loss_sum",),
         reshard_after_forward: bool = True,
         reduce_each_micro_batch: bool = False,
@@ -86,9 +87,11 @@ class FullySharded:
     ) -> None:
         """
         Args:
-            module: its parameters are plain, have their values, and are of one dtype. Build the optimizer afterwards.
+            module: its parameters are plain and of one dtype. Build the optimizer afterwards.
             blocks: submodules that are units of their own, in the order of use.
             placements: of its parameters over the other dimensions (tensor parallelism ...); whole where absent.
+            stages: where a pipeline schedule runs parts of the module instead of the module: each part with the blocks
+                in it. They share submodules with it, and no parameter with each other.
             forward_methods: methods besides ``forward`` by which the module is entered. No two of them may call each
                 other.
             reshard_after_forward: drop a block's parameters after forward and gather them again for backward. Must be
@@ -98,50 +101,61 @@ class FullySharded:
                 for at once.
         """
         assert mesh.size("dp_shard") > 1, "there is nothing to shard"
-        names = [
+        named = [
             (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
         ]
         assert not list(module.buffers()), "buffers are not kept equal over the ranks"
         self.traffic = traffic
-        self._each = reduce_each_micro_batch
-        self._placements = {}
-        for name, parameter in names:
-            whole = placements.get(name, Placement(tuple(parameter.shape)))
-            first, count = rows_of_part(parameter.shape[0], mesh.index("dp_shard"), mesh.size("dp_shard"))
-            cut = Shard("dp_shard", 0, whole.slices()[0].start + first, count)
-            self._placements[name] = whole.cut(cut).replicated_over("dp_replicate")
-        device_mesh = mesh.submesh("dp_replicate", "dp_shard")
-        for block in blocks:
-            fully_shard(block, mesh=device_mesh, reshard_after_forward=reshard_after_forward)
-        fully_shard(module, mesh=device_mesh, reshard_after_forward=False)
-        assert isinstance(module, FSDPModule)
-        for method in forward_methods:
-            register_fsdp_forward_method(module, method)
         self._module = module
-        self._names = [name for name, _ in names]
-        units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        for unit in units:
-            # Each of these speaks of its own unit alone.
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-            unit.set_custom_all_gather(_CountedAllGather(traffic))  # type: ignore[arg-type]
-            unit.set_custom_reduce_scatter(_CountedReduceScatter(traffic))  # type: ignore[arg-type]
-            if mesh.size("dp_replicate") > 1:
-                unit.set_all_reduce_hook(self._count_all_reduce)
-        inner: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
-        if prefetch:
-            for number, inner_unit in enumerate(inner):
-                inner_unit.set_modules_to_forward_prefetch(inner[number + 1 : number + 1 + prefetch])
-                inner_unit.set_modules_to_backward_prefetch(inner[max(0, number - prefetch) : number][::-1])
+        self._names = [name for name, _ in named]
+        self._each = reduce_each_micro_batch
+        self._placements = {
+            name: _cut_by_rows(placements.get(name, Placement(tuple(parameter.shape))), parameter, mesh)
+            for name, parameter in named
+        }
+        self._scheduled = bool(stages)
+        self._roots: list[FSDPModule] = []
+        self._units: list[FSDPModule] = []
+        device_mesh = mesh.submesh("dp_replicate", "dp_shard")
+        for root, inner in stages or [(module, blocks)]:
+            assert not any(isinstance(value, DTensor) for value in root.parameters()), (
+                "two stages of this rank share a parameter, which cannot belong to both: a tied embedding whose both "
+                "ends are on one rank"
+            )
+            for block in inner:
+                fully_shard(block, mesh=device_mesh, reshard_after_forward=reshard_after_forward)
+            fully_shard(root, mesh=device_mesh, reshard_after_forward=False)
+            assert isinstance(root, FSDPModule)
+            self._roots.append(root)
+            for unit in root.modules():
+                if isinstance(unit, FSDPModule):
+                    self._set_up(unit, hybrid=mesh.size("dp_replicate") > 1)
+            if prefetch:
+                _prefetch([block for block in inner if isinstance(block, FSDPModule)], prefetch)
+        if not stages:
+            for method in forward_methods:
+                register_fsdp_forward_method(module, method)
+
+    def _set_up(self, unit: FSDPModule, *, hybrid: bool) -> None:
+        """Each of these settings is that of one unit, not of the units in it."""
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_custom_all_gather(_CountedAllGather(self.traffic))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(_CountedReduceScatter(self.traffic))  # type: ignore[arg-type]
+        self._units.append(unit)
+        if hybrid:
+            unit.set_all_reduce_hook(self._count_all_reduce)
 
     def _count_all_reduce(self, share: Tensor) -> None:
         self.traffic.record("dp_replicate", "all_reduce", share.nbytes)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch."""
-        self._module.set_requires_gradient_sync(last or self._each)
-        self._module.set_is_last_backward(last)
+        """Around forward and backward of one micro-batch, or of all those that a schedule runs."""
+        if not self._scheduled:
+            for root in self._roots:
+                root.set_requires_gradient_sync(last or self._each)
+                root.set_is_last_backward(last)
         yield
 
     def finish(self) -> None:
@@ -150,7 +164,11 @@ class FullySharded:
         The last micro-batch must have been announced as such: FSDP2 reduces in backward, never after it. A pipeline
         schedule does the announcing for its stages.
         """
-        self._module.reshard()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
 
     def exposed_wait(self) -> tuple[Mark, Mark] | None:
         """Not known: FSDP2 waits inside backward, unit by unit."""
@@ -158,7 +176,7 @@ class FullySharded:
 
     def updated(self) -> Sequence[tuple[str, nn.Parameter]]:
         """The sharded parameters (DTensors), in the order of the module."""
-        self._module.reshard()
+        self._reshard()
         by_name = dict(self._module.named_parameters())
         return [(name, by_name[name]) for name in self._names]
 
@@ -193,6 +211,18 @@ class FullySharded:
         """Update and drop the gradients; the next forward gathers."""
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def _cut_by_rows(whole: Placement, parameter: Tensor, mesh: Mesh) -> Placement:
+    first, count = rows_of_part(parameter.shape[0], mesh.index("dp_shard"), mesh.size("dp_shard"))
+    cut = Shard("dp_shard", 0, whole.slices()[0].start + first, count)
+    return whole.cut(cut).replicated_over("dp_replicate")
+
+
+def _prefetch(units: list[FSDPModule], ahead: int) -> None:
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, number - ahead) : number][::-1])
 
 
 def _local(tensor: Tensor) -> Tensor:

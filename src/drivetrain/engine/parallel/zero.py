@@ -285,8 +285,9 @@ class AllReducedGradients(_Bucketed):
         for index in self._buckets[number]:
             if self._parameters[index].grad is None:
                 # Not used in this step: its place still holds the gradient of an earlier one.
-                self._views[index].zero_()
-                self._parameters[index].grad = self._views[index]
+                self._parameters[index].grad = self._views[index].zero_()
+            # Zero-bubble schedules add to ``.grad`` without calling hooks.
+            self._take(index)
         self._works[number] = self._data_parallel.all_reduce(self._flat[number])
 
     def _complete(self, number: int) -> None:

@@ -21,7 +21,6 @@ from drivetrain.config import (
     LoadedConfig,
     RunConfig,
     idle_fields,
-    layout_of,
     least_processes,
     load_config,
     violations,
@@ -58,15 +57,6 @@ class Beginning:
             f"{name} belongs to the start of a run, and {what} is a run to continue; drop {name}, or start a new run "
             f"from {Path(what) / 'config.toml'}"
         )
-
-    def refuse_for(self, config: RunConfig, world_size: int) -> None:
-        """Raise DrivetrainError where the probe would need what no rank has."""
-        parallelism = config.parallelism
-        if self.probe and (layout_of(config, world_size).dp != world_size or parallelism.zero_stage > 1):
-            raise DrivetrainError(
-                "--probe writes gradients of whole parameters, and here no rank holds them; drop it, or use "
-                "tensor_model_parallel_size = 1, pipeline_model_parallel_size = 1 and zero_stage = 0 or 1"
-            )
 
     def origin(self, config: RunConfig) -> RunOrigin:
         """What the manifest keeps of it. Raises RunError where there is no such parent."""
@@ -226,7 +216,6 @@ def new_run(loaded: LoadedConfig, world_size: int, beginning: Beginning = Beginn
     from drivetrain.engine.devices import select_device
     from drivetrain.engine.preflight import require_countable_step, require_usable_inputs
 
-    beginning.refuse_for(loaded.config, world_size)
     origin = beginning.origin(loaded.config)
     require_countable_step(loaded.config, world_size, select_device(loaded.config.run).type)
     _note_idle_fields(loaded, world_size)

@@ -20,9 +20,10 @@ from drivetrain.engine.evaluation import Evaluation, evaluate
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimisations.in_effect import Optimisations, finding_of
+from drivetrain.engine.parallel.gathering import whole_tensors
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup
-from drivetrain.engine.probe import write_gradients, write_probe
+from drivetrain.engine.probe import losses_of_places, measure_leak, write_gradients, write_leak
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import StepFigures, Stepper
@@ -141,19 +142,48 @@ class TrainingRun:
         for finding in filter(None, map(finding_of, records)):
             self.logbook.warn(finding)
 
+    @property
+    def _rank_0_has_all(self) -> bool:
+        """Whether rank 0 can look at losses and gradients of the model without the others."""
+        return self.mesh.size("dp") == self.group.size and self.config.parallelism.zero_stage == 0
+
     def probe_leak(self) -> None:
         """Before the first step of a probed run: whether a loss sees other documents or later tokens."""
-        if not self.probed or self.progress.step > 0 or not self.group.is_main:
+        if not self.probed or self.progress.step > 0 or (self._rank_0_has_all and not self.group.is_main):
             return
-        leak = write_probe(self.path, self.config, self.corpus, self.decoder)
+        losses = None if self._rank_0_has_all else self._losses_over_ranks
+        leak = measure_leak(self.config, self.corpus, self.decoder, losses)
+        if not self.group.is_main:
+            return
+        write_leak(self.path, leak)
         if leak.verdict != "clean":
             self.logbook.warn(f"leak probe: {leak.verdict}: {leak.why}")
 
+    def _losses_over_ranks(self, batch: Batch) -> torch.Tensor:
+        """The loss of every place, from the ranks that hold the first replica of the model. Collective."""
+        pipeline = self.stepper.pipeline
+        run = self.decoder.loss_sum if pipeline is None else lambda batch: pipeline.evaluate([batch])
+        losses = losses_of_places(self.decoder, run, batch)
+        counts = self.mesh.index("tp") == self.mesh.index("cp") == self.mesh.index("dp") == 0
+        if losses is None or not counts:
+            losses = torch.zeros(batch.labels.shape, dtype=torch.float64)
+        self.group.sum_(losses)
+        return losses
+
     def take_gradients(self, step: int) -> Callable[[], None] | None:
         """What keeps the gradients of ``step``, where they are to be kept: those of the first of a probed run."""
-        if not self.probed or step != 1 or not self.group.is_main:
+        if not self.probed or step != 1 or (self._rank_0_has_all and not self.group.is_main):
             return None
-        return lambda: write_gradients(self.path, self.decoder)
+        return self._write_gradients
+
+    def _write_gradients(self) -> None:
+        held = self.stepper.sync.gradients()
+        if self._rank_0_has_all:
+            write_gradients(self.path, {name: one.tensor for name, one in held.items()})
+            return
+        whole = dict(whole_tensors(self.config.model, held, self.mesh, self.group))
+        if self.group.is_main:
+            write_gradients(self.path, whole)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Loss on held-out text, recorded as an event. The time counts as maintenance."""

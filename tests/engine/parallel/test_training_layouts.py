@@ -1,15 +1,21 @@
 """``train`` on every layout gives the losses of one process: what is trained does not depend on who holds it."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from drivetrain.archive.origin import RunOrigin
 from drivetrain.archive.reader import open_run
 from drivetrain.config import LaunchFacts, load_config, violations
 from drivetrain.engine.creation import create_run
 from drivetrain.engine.data.corpus import ensure_corpus
 from drivetrain.engine.parallel.process_group import Ranks
+from drivetrain.engine.probe import GRADIENTS_FILE, LEAK_FILE
 from rank_processes import on_ranks
 from runs_on_the_spot import Tiny, losses_of
 
@@ -33,12 +39,14 @@ def run_rank(path: str) -> str:
     return work(Path(path), Ranks.from_environment()).outcome.status
 
 
-def train(tiny: Tiny, world_size: int, overrides: Sequence[str]) -> dict[str, object]:
-    """Losses, gradient norms and the evaluation of a run on ``world_size`` ranks."""
+def train(tiny: Tiny, world_size: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Losses, gradient norms, the evaluation and the probe of a run on ``world_size`` ranks."""
     loaded = load_config(str(tiny.file), [*COMMON, *overrides])
     assert violations(loaded.config, LaunchFacts(world_size)) == []
     corpus = ensure_corpus(loaded.config.data, loaded.config.model)
-    path = create_run(loaded, corpus, world_size=world_size, argv=["drivetrain"])
+    path = create_run(
+        loaded, corpus, world_size=world_size, argv=["drivetrain"], origin=RunOrigin(probe=True)
+    )
     assert set(on_ranks(run_rank, world_size, str(path))) == {"finished"}
     run = open_run(path)
     metrics = list(run.metrics())
@@ -49,6 +57,8 @@ def train(tiny: Tiny, world_size: int, overrides: Sequence[str]) -> dict[str, ob
         "norms": [line["train/grad_norm"] for line in metrics],
         "tokens": [line["progress/effective_tokens"] for line in metrics],
         "validation": summary["validation_loss"],
+        "leak": json.loads((path / LEAK_FILE).read_text()),
+        "gradients": load_file(path / GRADIENTS_FILE),
     }
 
 
@@ -87,15 +97,21 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> dict[str, object]:
+def expected(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> dict[str, Any]:
     return train(Tiny(tmp_path_factory.mktemp("single"), tiny_corpus), 1, ())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_are_those_of_one_process(layout: str, tiny: Tiny, expected: dict[str, object]) -> None:
+def test_losses_are_those_of_one_process(layout: str, tiny: Tiny, expected: dict[str, Any]) -> None:
     world_size, overrides = LAYOUTS[layout]
     found = train(tiny, world_size, overrides)
     assert found["tokens"] == expected["tokens"], "each token is counted once"
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert found["validation"] == pytest.approx(expected["validation"], rel=1e-6)
+    assert found["leak"]["verdict"] == "clean", found["leak"]["why"]
+    assert found["leak"]["control"] == pytest.approx(expected["leak"]["control"], rel=1e-3)
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        difference = torch.linalg.norm(found["gradients"][name] - gradient) / torch.linalg.norm(gradient)
+        assert difference < 1e-5, name

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -79,15 +80,27 @@ def one_process(model: ModelConfig, dtype: torch.dtype, num_microbatches: int) -
     return Found(loss, cases.gradients_of(decoder), {}, {})
 
 
+def spread(
+    model: ModelConfig, mesh: Mesh, dtype: torch.dtype, sequence_parallel: bool
+) -> tuple[Decoder, Mapping[str, Placement], Traffic]:
+    decoder = with_random_vectors(cases.reference_decoder(model, dtype))
+    traffic = Traffic()
+    return decoder, tensor_parallel(decoder, mesh, sequence_parallel, traffic), traffic
+
+
 @contextmanager
-def spread_over_ranks(
-    model: ModelConfig, dtype: torch.dtype, sequence_parallel: bool
-) -> Iterator[tuple[Decoder, Mapping[str, Placement], Traffic]]:
+def mesh_of_all_ranks() -> Iterator[Mesh]:
     with join(Ranks.from_environment(), "cpu", 1.0) as group:
-        mesh = Mesh.form(Layout(tp=group.size), group.ranks.rank)
-        decoder = with_random_vectors(cases.reference_decoder(model, dtype))
-        traffic = Traffic()
-        yield decoder, tensor_parallel(decoder, mesh, sequence_parallel, traffic), traffic
+        yield Mesh.form(Layout(tp=group.size), group.ranks.rank)
+
+
+def step(
+    decoder: Decoder, placements: Mapping[str, Placement], traffic: Traffic, num_microbatches: int
+) -> Found:
+    loss = trained(decoder, decoder.model, num_microbatches)
+    assert all(group == "tp" for group, _ in traffic.counts)
+    sent = {kind: count.bytes for (_, kind), count in traffic.counts.items()}
+    return Found(loss, cases.gradients_of(decoder), placements, sent)
 
 
 def on_one_rank(
@@ -97,14 +110,25 @@ def on_one_rank(
     num_microbatches: int,
     mutation: str | None,
 ) -> Found:
-    with spread_over_ranks(model, dtype, sequence_parallel) as (decoder, placements, traffic):
+    with mesh_of_all_ranks() as mesh:
+        parts = spread(model, mesh, dtype, sequence_parallel)
         with MUTATIONS[mutation]() if mutation else nullcontext():
-            loss = trained(decoder, model, num_microbatches)
-        sent: dict[str, int] = {}
-        for (group, kind), count in traffic.counts.items():
-            assert group == "tp"
-            sent[kind] = count.bytes
-        return Found(loss, cases.gradients_of(decoder), placements, sent)
+            return step(*parts, num_microbatches)
+
+
+def matrix_on_one_rank() -> dict[tuple[str, bool], Found]:
+    with mesh_of_all_ranks() as mesh:
+        return {
+            (name, sequence_parallel): step(*spread(model, mesh, torch.float64, sequence_parallel), 2)
+            for name, model in MODELS.items()
+            for sequence_parallel in (False, True)
+        }
+
+
+@cache
+def matrix_on(tp: int) -> list[dict[tuple[str, bool], Found]]:
+    """Every model on ``tp`` ranks, with and without sequence parallelism: processes are started once."""
+    return on_ranks(matrix_on_one_rank, tp)
 
 
 def found_on(
@@ -131,7 +155,7 @@ def test_gradients_are_those_of_one_process_and_bytes_those_of_the_formula(
 ) -> None:
     model = MODELS[name]
     expected = one_process(model, torch.float64, 2)
-    found = found_on(model, tp, sequence_parallel=sequence_parallel)
+    found = [rank[name, sequence_parallel] for rank in matrix_on(tp)]
     assert worst(found, expected) < 1e-9
     per_micro_batch = tensor_parallel_bytes(
         model,
@@ -185,7 +209,7 @@ def test_half_precision_sends_activations_in_half_the_bytes(name: str, sequence_
 
 
 def test_every_rank_holds_its_part_and_replicas_are_numbered() -> None:
-    found = found_on(MODELS["llama_uneven_vocabulary"], 4)
+    found = [rank["llama_uneven_vocabulary", False] for rank in matrix_on(4)]
     assert [rank.gradients["output.weight"].shape[0] for rank in found] == [13, 13, 13, 12]
     keys = [rank.placements["blocks.0.attention.key.weight"] for rank in found]
     assert [key.slices()[0] for key in keys] == [slice(0, 4), slice(0, 4), slice(4, 8), slice(4, 8)]
@@ -275,8 +299,8 @@ def test_a_planted_mistake_is_seen(mutation: str, name: str, sequence_parallel: 
 
 
 def logits_and_evaluation(model: ModelConfig, sequence_parallel: bool) -> tuple[np.ndarray, float]:
-    with spread_over_ranks(model, torch.float64, sequence_parallel) as (decoder, _, _traffic):
-        decoder.eval()
+    with mesh_of_all_ranks() as mesh:
+        decoder = spread(model, mesh, torch.float64, sequence_parallel)[0].eval()
         batch = cases.micro_batches(model, 2)[1]
         with torch.no_grad():
             return decoder(batch).numpy(), decoder.loss_sum(batch).item()
@@ -295,11 +319,10 @@ def test_logits_and_evaluation_are_those_of_one_process(sequence_parallel: bool)
 
 
 def compiled(model: ModelConfig, sequence_parallel: bool, backend: str) -> Found:
-    with spread_over_ranks(model, torch.float64, sequence_parallel) as (decoder, placements, traffic):
-        decoder.compile_blocks(backend)
-        loss = trained(decoder, model, 2)
-        sent = {kind: count.bytes for (_, kind), count in traffic.counts.items()}
-        return Found(loss, cases.gradients_of(decoder), placements, sent)
+    with mesh_of_all_ranks() as mesh:
+        parts = spread(model, mesh, torch.float64, sequence_parallel)
+        parts[0].compile_blocks(backend)
+        return step(*parts, 2)
 
 
 @pytest.mark.parametrize(
@@ -312,5 +335,4 @@ def test_compiled_blocks_have_the_same_gradients_and_traffic(
     model = MODELS[name]
     found = on_ranks(compiled, 2, model, sequence_parallel, backend, timeout=240)
     assert worst(found, one_process(model, torch.float64, 2)) < 1e-9
-    eager = found_on(model, 2, sequence_parallel=sequence_parallel)
-    assert [rank.bytes for rank in found] == [rank.bytes for rank in eager]
+    assert [rank.bytes for rank in found] == [rank[name, sequence_parallel].bytes for rank in matrix_on(2)]

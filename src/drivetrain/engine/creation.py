@@ -49,13 +49,19 @@ def create_run(
 
 def layout_document(config: RunConfig, world_size: int) -> dict[str, Any]:
     """How the processes share the work, as the manifest keeps it: every dimension that is shared, by its field."""
-    layout = layout_of(config, world_size)
+    layout, parallelism = layout_of(config, world_size), config.parallelism
     document: dict[str, Any] = {"world_size": world_size, "data_parallel_size": layout.dp}
     if layout.tp > 1:
         document["tensor_model_parallel_size"] = layout.tp
-        document["sequence_parallel"] = config.parallelism.sequence_parallel
+        document["sequence_parallel"] = parallelism.sequence_parallel
+    if layout.pp > 1:
+        document["pipeline_model_parallel_size"] = layout.pp
+        document["pipeline_schedule"] = parallelism.pipeline_schedule
+    if parallelism.zero_stage and layout.dp > 1:
+        document["zero_stage"] = parallelism.zero_stage
+        document["hybrid_shard_size"] = layout.size("dp_shard")
     if layout.dp < world_size:
-        document["rank_order"] = config.parallelism.rank_order
+        document["rank_order"] = parallelism.rank_order
     return document
 
 

@@ -115,3 +115,17 @@ def test_losses_are_those_of_one_process(layout: str, tiny: Tiny, expected: dict
     for name, gradient in expected["gradients"].items():
         difference = torch.linalg.norm(found["gradients"][name] - gradient) / torch.linalg.norm(gradient)
         assert difference < 1e-5, name
+
+
+def test_a_layout_starts_its_own_processes_and_refuses_a_number_that_does_not_fit(tiny: Tiny) -> None:
+    parts = (f"{TP}=2", "parallelism.sequence_parallel=true", "run.deterministic=true")
+    summary = tiny.train(*COMMON, *parts)
+    run = tiny.only_run()
+    assert run.manifest["layout"]["world_size"] == 2
+    assert run.manifest["layout"]["tensor_model_parallel_size"] == 2
+    assert summary["communication_exposed_frac"] is None
+    assert "not measured" in summary["reasons"]["communication_exposed_frac"]
+    for layout in (parts, (f"{PP}=2", f"{ZERO}=1")):
+        refused = tiny.run("train", str(tiny.file), *COMMON, *layout, "--nproc", "3")
+        assert refused.returncode == 2
+        assert "2 ranks hold one model, and 3 processes are no multiple of that" in refused.stderr

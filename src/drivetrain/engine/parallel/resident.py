@@ -1,6 +1,6 @@
 """What a rank holds between steps for each ZeRO stage, as formulas; a test counts live bytes against them.
 
-With N parameters of b bytes on this rank before data parallelism cuts them, n ranks in ``dp_shard``, and S the elements
+With N elements of b bytes in the parameters of this rank before data parallelism cuts them, n ranks in ``dp_shard``, and S the elements
 of a share, the sum over parameters of ``ceil(rows / n) x (elements of a row)``, so S >= N / n:
 
 =====  ==========  =========================  =======
@@ -13,8 +13,13 @@ stage  parameters  reduced gradients          moments
 =====  ==========  =========================  =======
 
 R <= S are the elements of this rank's own rows: its share without the padding. AdamW's two moments are counted, not its
-step counts. Besides: stages 0 and 1 with ``reduce_each_micro_batch`` keep a second N b during the step; stages 2 and 3
-without it keep whole gradients, N b, until the last micro-batch's backward; a bucket or unit that travels has buffers.
+step counts. Besides:
+
+* stages 0 and 1 keep the memory of their gradients, the buckets, from step to step; with ``reduce_each_micro_batch`` a
+  second N b lives during the step;
+* stages 2 and 3 without ``reduce_each_micro_batch`` keep whole gradients, N b, until the last micro-batch's backward;
+* at stage 2, two buckets that are reduced have buffers of their own size; at stages 1 and 2, so have two that are
+  gathered; at stage 3 the gathered parameters of a block, and those outside of blocks, live while they are used.
 """
 
 from collections.abc import Sequence

@@ -83,6 +83,7 @@ class _Bucketed(ABC):
                 self._bucket_of[index] = number
         self._ready: Mark | None = None
         self._done: Mark | None = None
+        self._stalled_s = 0.0
         self._travelling = False
         self._begin()
         if self._data_parallel.size > 1:
@@ -131,6 +132,9 @@ class _Bucketed(ABC):
         if self._data_parallel.size > 1:
             self._reduce_all(final=True)
             self._done = mark(self._device)
+            if isinstance(self._ready, float):
+                self._ready -= self._stalled_s
+            self._stalled_s = 0.0
         if self._update is not None:
             self._hand_out(self._update)
 
@@ -142,11 +146,23 @@ class _Bucketed(ABC):
             self._complete(number)
             if not final:
                 self._put_aside(number)
+        if not final and self._ready is not None:
+            self._stalled(self._ready)
         self._begin()
         self._travelling = False
 
+    def _stalled(self, since: Mark) -> None:
+        """Something was waited for before the last gradient was there, up to now."""
+        now = mark(self._device)
+        if isinstance(since, float) and isinstance(now, float):
+            self._stalled_s += now - since
+
     def exposed_wait(self) -> tuple[Mark, Mark] | None:
-        """From the last gradient's being ready to the end of the last reduction."""
+        """From the last gradient's being ready to the end of the last reduction.
+
+        On a CPU the first mark is set earlier by what was waited for earlier: reductions of earlier micro-batches,
+        and buffers that were still in use. On CUDA these waits are the stream's and are not in it.
+        """
         return None if self._ready is None or self._done is None else (self._ready, self._done)
 
     def updated(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -350,7 +366,9 @@ class ReduceScatteredGradients(_Bucketed):
     @torch.no_grad()
     def _start(self, number: int) -> None:
         if number >= _BUFFERS_IN_FLIGHT:
+            since = mark(self._device)
             self._scattered(number - _BUFFERS_IN_FLIGHT)
+            self._stalled(since)
         layout = self._layouts[number]
         members = [self._parameters[index] for index in self._buckets[number]]
         buffer = members[0].new_empty(layout.parts, layout.share)

@@ -1,7 +1,7 @@
 """What a rank holds between steps for each ZeRO stage, as formulas; a test counts live bytes against them.
 
-With N elements of b bytes in the parameters of this rank before data parallelism cuts them, n ranks in ``dp_shard``, and S the elements
-of a share, the sum over parameters of ``ceil(rows / n) x (elements of a row)``, so S >= N / n:
+With N elements of b bytes in the parameters that a rank has before data parallelism cuts them, n ranks in ``dp_shard``,
+and S the elements of a share, the sum over parameters of ``ceil(rows / n) x (elements of a row)``, so S >= N / n:
 
 =====  ==========  =========================  =======
 stage  parameters  reduced gradients          moments

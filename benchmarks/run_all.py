@@ -25,6 +25,7 @@ SCRIPTS: dict[str, list[str]] = {
     "trace": [],
     "gate_power": [],
     "trial_aa": [],
+    "parallel": [],
 }
 
 

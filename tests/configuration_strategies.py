@@ -37,6 +37,13 @@ _WILD: dict[str, tuple[list[Any], list[Any]]] = {
     "run.device": (["cpu"], ["gpu", 0]),
     "training.train_iters": ([1, 5, 10**9], [-1, 0, 10**10, 2.5]),
     "parallelism.data_parallel_size": ([1, 2, 3, 4], [-1, 0]),
+    "parallelism.tensor_model_parallel_size": ([1, 2, 3, 4], [-1, 0, "all"]),
+    "parallelism.pipeline_model_parallel_size": ([1, 2, 3], [-1, 0]),
+    "parallelism.pipeline_model_parallel_layout": (["1,1", "2,1", "3", "0,2"], ["1,", "a", ""]),
+    "parallelism.virtual_pipeline_model_parallel_size": ([1, 2, 3], [-1, 0]),
+    "parallelism.zero_stage": ([0, 1, 2, 3], [-1, 4, "all"]),
+    "parallelism.hybrid_shard_size": ([1, 2, 3], [-1, 0]),
+    "parallelism.rank_order": (["tp-cp-pp-dp", "dp-pp-cp-tp", "tp-tp-pp-dp"], ["tp-dp", "tp cp pp dp", ""]),
 }
 
 
@@ -59,9 +66,13 @@ def configurations(draw: st.DrawFn) -> tuple[Values, int]:
     byte-level corpus of 257 tokens fits), no initial weights, no device but the CPU.
     """
     world_size = draw(st.sampled_from([1, 1, 2, 4]))
-    values = {**_model(draw), **_training(draw, world_size)}
+    values = _model(draw)
+    parallelism = _parallelism(draw, values["model"], world_size)
+    ranks = parallelism["tensor_model_parallel_size"] * parallelism["pipeline_model_parallel_size"]
+    values |= _training(draw, world_size // ranks, parallelism["pipeline_model_parallel_size"])
     profiles = values["training"]["train_iters"] >= 4 and draw(st.booleans())
     values |= _surroundings(draw, world_size, profiles)
+    values["parallelism"] = parallelism
     values["lr_schedule"] = _lr_schedule(draw, values)
     for _ in range(draw(st.sampled_from([0, 0, 2, 3, 4, 5]))):
         path = draw(st.sampled_from(_RULED) | st.sampled_from(sorted(set(leaves()) - _EXTERNAL)))
@@ -112,14 +123,37 @@ def _model(draw: st.DrawFn) -> Values:
     return {"model": model}
 
 
-def _training(draw: st.DrawFn, world_size: int) -> Values:
+def _parallelism(draw: st.DrawFn, model: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """A right layout of ``world_size`` processes for ``model``."""
+    left = world_size
+    halves = model["num_attention_heads"] % 2 == 0 and (model["ffn_hidden_size"] or 2) % 2 == 0
+    groups = model["num_query_groups"] or model["num_attention_heads"]
+    tensor = 2 if left % 2 == 0 and halves and (groups == 1 or groups % 2 == 0) and draw(st.booleans()) else 1
+    left //= tensor
+    pipeline = 2 if left % 2 == 0 and model["num_layers"] >= 2 and draw(st.booleans()) else 1
+    left //= pipeline
+    return {
+        "tensor_model_parallel_size": tensor,
+        "sequence_parallel": model["seq_length"] % tensor == 0 and draw(st.booleans()),
+        "pipeline_model_parallel_size": pipeline,
+        "pipeline_schedule": draw(st.sampled_from(["gpipe", "1f1b"])),
+        "data_parallel_size": _maybe(draw, left),
+        "zero_stage": draw(st.sampled_from([0, 0, 1, 2, 3])),
+        "hybrid_shard_size": _maybe(draw, draw(st.sampled_from([1, left]))),
+        "reduce_each_micro_batch": pipeline == 1 and draw(st.booleans()),
+        "rank_order": draw(st.sampled_from(["tp-cp-pp-dp", "pp-tp-dp-cp"])),
+        "distributed_timeout_minutes": draw(st.sampled_from([1, 10.0])),
+    }
+
+
+def _training(draw: st.DrawFn, ranks: int, least_microbatches: int) -> Values:
     micro = draw(st.integers(1, 4))
     validates = draw(st.booleans())
     num_workers = draw(st.sampled_from([0, 0, 1]))
     return {
         "training": {
             "micro_batch_size": micro,
-            "global_batch_size": micro * world_size * draw(st.integers(1, 3)),
+            "global_batch_size": micro * ranks * draw(st.integers(least_microbatches, 3)),
             "train_iters": draw(st.integers(1, 5)),
             "clip_grad": draw(st.sampled_from([0, 0.5, 1.0])),
             "eval_interval": draw(st.integers(0, 3)),
@@ -162,10 +196,6 @@ def _lr_schedule(draw: st.DrawFn, values: Values) -> dict[str, Any]:
 
 def _surroundings(draw: st.DrawFn, world_size: int, profiles: bool) -> Values:
     return {
-        "parallelism": {
-            "data_parallel_size": _maybe(draw, world_size),
-            "distributed_timeout_minutes": draw(st.sampled_from([1, 10.0])),
-        },
         "overlap": {"bucket_size_mb": draw(st.sampled_from([0, 0.01, 25]))},
         "fusion": {"compile": draw(st.booleans())},
         "memory": {"device_memory_limit_bytes": _maybe(draw, 2**40)},

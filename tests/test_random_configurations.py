@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from configuration_strategies import as_toml, configurations
-from drivetrain.config import LaunchFacts, parse_config, violations
+from drivetrain.config import LaunchFacts, data_parallel_size, parse_config, violations
 from drivetrain.engine.dry_run import dry_run
 from drivetrain.errors import ConfigurationError
 
@@ -41,7 +41,9 @@ class Tally:
                 config.model.vocab_size,
             )
             assert (
-                built.num_microbatches * config.training.micro_batch_size * world_size
+                built.num_microbatches
+                * config.training.micro_batch_size
+                * data_parallel_size(config, world_size)
                 == config.training.global_batch_size
             )
             return

@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.config.model import ModelConfig
 from drivetrain.config.training import OptimizerConfig
-from drivetrain.engine.checkpoint import load_checkpoint, save_checkpoint
+from drivetrain.engine.checkpoint import load_checkpoint, save_checkpoint, whole_state
 from drivetrain.engine.model.batch import whole_sequences
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.initialization import initialize
@@ -72,15 +72,14 @@ class Training:
             folder,
             self.step,
             model=self.model,
-            decoder=self.decoder,
-            optimizer=self.optimizer,
+            state=whole_state(self.decoder, self.optimizer),
             trainer_state={"samples": 2 * self.step, "flops": 2**80 + self.step, "loss_ema": 0.1 + 0.2},
             keep_latest_k=keep_latest_k,
             **arguments,
         )
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        loaded = load_checkpoint(path, self.decoder, self.optimizer)
+        loaded = load_checkpoint(path, self.model, whole_state(self.decoder, self.optimizer))
         assert loaded.random_state is not None
         restore_random_state(loaded.random_state)
         self.step = loaded.step

@@ -67,12 +67,12 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 @contextmanager
 def summed_gradients() -> Iterator[None]:
     """The gradients of two ranks are added where they should be averaged."""
-    from drivetrain.engine.parallel.data_parallel import DataParallel
+    from drivetrain.engine.step import Stepper
 
     def make(backward: Any) -> Any:
         return lambda self, loss_sum, valid_tokens: backward(self, 2 * loss_sum, valid_tokens)
 
-    with replaced(DataParallel, "backward", make):
+    with replaced(Stepper, "backward", make):
         yield
 
 
@@ -93,9 +93,9 @@ def leaking_mask() -> Iterator[None]:
 @contextmanager
 def no_dropout() -> Iterator[None]:
     """Blocks drop nothing, although dropout is asked for."""
-    from drivetrain.engine.model.decoder import Block
+    from drivetrain.engine.model.dropout import Dropout
 
-    with replaced(Block, "_drop", lambda _: lambda _block, x_TD: x_TD):
+    with replaced(Dropout, "forward", lambda _: lambda _dropout, x_TD: x_TD):
         yield
 
 

@@ -23,7 +23,7 @@ from drivetrain.measure.account import Account, RankAccount, StepAccount, Window
 from drivetrain.measure.optimisation import Count, Observation
 
 TWO = LaunchFacts(world_size=2)
-FOR_TWO = ["training.micro_batch_size=8"]
+FOR_TWO = ["training.micro_batch_size=8", "checkpoint.save_interval=10"]
 BASE = load_config("llama-2m", FOR_TWO).config
 NOTHING = Observation(
     num_steps=2, missing=frozenset({"operators", "kernels", "ranges", "shapes", "collectives"})
@@ -34,7 +34,9 @@ LOOP = {
     name: Count(2, 100)
     for name in ("drivetrain/fetch", "drivetrain/forward", "drivetrain/optimizer", "ProfilerStep#5")
 }
+SAVE = {**LOOP, "drivetrain/checkpoint": Count(1, 900)}
 SHOWN = {
+    "async_save": Observation(2, ranges={**SAVE, "drivetrain/checkpoint/snapshot": Count(1, 90)}),
     "bf16": Observation(2, matmul_dtypes={"bf16": Count(9, 900), "fp32": Count(1, 10)}),
     "compile": Observation(2, ranges={**LOOP, "Torch-Compiled Region: 0/0": Count(4, 80)}),
     "data_workers": Observation(
@@ -44,6 +46,7 @@ SHOWN = {
     "fused_adamw": Observation(2, ranges=LOOP, operators={"aten::_fused_adamw_": Count(4, 50)}),
 }
 ABSENT = {
+    "async_save": Observation(2, ranges=SAVE),
     "bf16": Observation(2, matmul_dtypes={"fp32": Count(9, 900), "unknown": Count(1, 1)}),
     "compile": Observation(2, ranges=LOOP, operators={"aten::mm": Count(8, 100)}),
     "data_workers": Observation(2, ranges=LOOP),

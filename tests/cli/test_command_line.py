@@ -112,6 +112,33 @@ def test_check_counts_what_it_accepts() -> None:
     )
 
 
+def test_check_shows_the_place_of_every_rank_and_warns_of_a_group_that_leaves_its_machine() -> None:
+    layout = (
+        "parallelism.tensor_model_parallel_size=2",
+        "parallelism.pipeline_model_parallel_size=2",
+        "training.micro_batch_size=1",
+    )
+    document = json.loads(run("check", "llama-2m", *layout, "--json").stdout)
+    assert document["devices"] == 4, "the product of the sizes"
+    assert document["layout"]["ranks"][3] == {"rank": 3, "host": 0, "tp": 1, "pp": 1}
+    assert document["layout"]["warnings"] == []
+    shown = run(
+        "check",
+        "llama-2m",
+        *layout,
+        "parallelism.rank_order=dp-pp-tp-cp",
+        "--devices",
+        "8",
+        "--per-host",
+        "4",
+    )
+    assert "  host 1: 4(dp0 pp0 tp1) 5(dp1 pp0 tp1) 6(dp0 pp1 tp1) 7(dp1 pp1 tp1)" in shown.stdout
+    assert (
+        "warning: 4 of 4 tensor-parallel groups lie on several machines (the first is 0, 4)" in shown.stderr
+    )
+    assert run("check", "llama-2m", "--devices", "8", "--per-host", "3").returncode == 2
+
+
 def test_dry_run_builds_and_leaves_nothing(tmp_path: Path) -> None:
     done = run("train", "llama3-405b", "--dry-run", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -44,6 +44,16 @@ CASES = {
         ["profiler.with_stack=true", "profiler.profile=true"],
     ),
     "overlap.bucket_size_mb": (["overlap.bucket_size_mb=1"], []),
+    "parallelism.sequence_parallel": (
+        ["parallelism.sequence_parallel=true"],
+        ["parallelism.sequence_parallel=true", "parallelism.tensor_model_parallel_size=2"],
+    ),
+    "parallelism.pipeline_schedule": (
+        ["parallelism.pipeline_schedule=zbv"],
+        ["parallelism.pipeline_schedule=zbv", "parallelism.pipeline_model_parallel_size=2"],
+    ),
+    "parallelism.hybrid_shard_size": (["parallelism.hybrid_shard_size=1"], []),
+    "parallelism.zero_stage": (["parallelism.zero_stage=1"], []),
 }
 
 
@@ -64,6 +74,18 @@ def test_what_only_several_processes_use_depends_on_the_launch() -> None:
         "overlap.bucket_size_mb",
     ]
     assert idle_fields(config, LaunchFacts(world_size=2)) == []
+
+
+def test_fields_of_data_parallelism_depend_on_the_ranks_that_are_left_for_it() -> None:
+    overrides = ["parallelism.zero_stage=3", "overlap.bucket_size_mb=1", "parallelism.hybrid_shard_size=1"]
+    config = load_config("llama-2m", [*overrides, "parallelism.tensor_model_parallel_size=2"]).config
+
+    def idle(world_size: int) -> list[str]:
+        return [idle.field for idle in idle_fields(config, LaunchFacts(world_size))]
+
+    everything = ["parallelism.zero_stage", "parallelism.hybrid_shard_size", "overlap.bucket_size_mb"]
+    assert idle(2) == everything
+    assert idle(4) == ["overlap.bucket_size_mb"], "a block's gradients are one bucket"
 
 
 def test_every_condition_is_of_fields_there_are_and_each_has_a_case() -> None:

@@ -4,7 +4,7 @@ import errno
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,10 @@ from drivetrain.engine.checkpoint import (
     find_latest,
     load_checkpoint,
     remove_leftovers,
+    whole_state,
 )
 from drivetrain.engine.checkpoint import save as save_module
+from drivetrain.engine.checkpoint.agreement import Agreement
 from drivetrain.errors import EnvironmentFault
 from tiny_training import LLAMA, OWN, Training, names, save_two_checkpoints, unexpected
 
@@ -28,7 +30,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["save_file", "seal", "publish", "export_folder"])
+@pytest.mark.parametrize("name", ["save_file", "write_part", "seal", "publish", "describe_folder"])
 def test_a_full_disk_leaves_the_former_checkpoints_and_says_how_many_bytes_lack(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,14 +175,32 @@ def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(saved: Path)
     assert remove_leftovers(saved / "missing") == []
 
 
-def on_ranks(world_size: int, work: Callable[[int, Callable[[], None]], object]) -> list[object]:
-    """Run ``work(rank, barrier)`` on threads; returns what each returned or raised."""
+class ThreadAgreement:
+    """Ranks that are threads of one process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, table: list[bytes]) -> None:
+        self.rank = rank
+        self.size = barrier.parties
+        self._barrier = barrier
+        self._table = table
+
+    def gather(self, message: bytes) -> list[bytes]:
+        self._table[self.rank] = message
+        self._barrier.wait()
+        told = list(self._table)
+        self._barrier.wait()
+        return told
+
+
+def on_ranks(world_size: int, work: Callable[[Agreement], object]) -> list[object]:
+    """Run ``work(agreement)`` on threads; returns what each returned or raised."""
     barrier = threading.Barrier(world_size, timeout=60)
+    table = [b""] * world_size
     results: list[object] = [None] * world_size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(rank, lambda: barrier.wait() and None)
+            results[rank] = work(ThreadAgreement(rank, barrier, table))
         except EnvironmentFault as fault:
             results[rank] = fault
 
@@ -199,37 +219,39 @@ def test_every_rank_keeps_its_own_generators(tmp_path: Path, monkeypatch: pytest
         lambda: {"torch_cpu": torch.tensor([next(states)])},
     )
     training = [Training(OWN, seed=7) for _ in range(3)]
-    paths = on_ranks(
-        3, lambda rank, barrier: training[rank].save(tmp_path, rank=rank, world_size=3, barrier=barrier)
-    )
+    paths = on_ranks(3, lambda agreement: training[agreement.rank].save(tmp_path, agreement=agreement))
     path = tmp_path / "step-00000000"
     assert paths == [path] * 3
     assert damage(path) is None
-    loaded = [
-        load_checkpoint(path, training[rank].decoder, training[rank].optimizer, rank=rank, world_size=3)
-        for rank in range(3)
-    ]
-    kept = [int(one.random_state["torch_cpu"]) for one in loaded if one.random_state is not None]
+
+    def load(agreement: Agreement) -> int:
+        one = training[agreement.rank]
+        loaded = load_checkpoint(path, OWN, whole_state(one.decoder, one.optimizer), agreement=agreement)
+        assert loaded.random_state is not None
+        return int(loaded.random_state["torch_cpu"])
+
+    kept = on_ranks(3, load)
     assert sorted(kept) == [0, 1, 2]
 
 
 def test_another_number_of_ranks_has_no_generators_to_continue_from(saved: Path) -> None:
-    training = Training(OWN)
-    loaded = load_checkpoint(
-        saved / "step-00000002", training.decoder, training.optimizer, rank=1, world_size=2
-    )
-    assert loaded.random_state is None
-    assert (loaded.step, loaded.world_size) == (2, 1)
+    def load(agreement: Agreement) -> tuple[object, int, int]:
+        training = Training(OWN)
+        state = whole_state(training.decoder, training.optimizer)
+        loaded = load_checkpoint(saved / "step-00000002", OWN, state, agreement=agreement)
+        return loaded.random_state, loaded.step, loaded.world_size
+
+    assert on_ranks(2, load) == [(None, 2, 1)] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_of_them(
     failing: int, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(temporary: Path, rank: int) -> None:
+    def full(temporary: Path, rank: int, state: Mapping[str, torch.Tensor]) -> None:
         if rank == failing:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(temporary, rank)
+        write(temporary, rank, state)
 
     write = save_module._write_random_state
     monkeypatch.setattr(save_module, "_write_random_state", full)
@@ -238,11 +260,8 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_of_them(
     for one in training:
         one.step = 2
 
-    def work(rank: int, barrier: Callable[[], None]) -> Path:
-        return training[rank].save(saved, rank=rank, world_size=2, barrier=barrier)
-
-    results = on_ranks(2, work)
+    results = on_ranks(2, lambda agreement: training[agreement.rank].save(saved, agreement=agreement))
     assert all(isinstance(result, EnvironmentFault) for result in results), results
-    assert "No space left" in str(results[failing])
+    assert all(f"rank {failing}: [Errno 28] No space left" in str(result) for result in results)
     assert names(saved) == ["step-00000001", "step-00000002"]
     assert find_latest(saved, unexpected) == saved / "step-00000002"

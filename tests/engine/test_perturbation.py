@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from drivetrain.config import ModelConfig
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.initialization import initialize
+from drivetrain.engine.parallel.gradient_sync import Held
+from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.perturbation import perturb_weights, unit_in_the_last_place
 
 MODEL = ModelConfig(
@@ -26,6 +28,11 @@ def decoder() -> Decoder:
     return made
 
 
+def whole(made: Decoder) -> dict[str, Held]:
+    """The parameters as a rank holds them that holds all."""
+    return {name: Held(value, Placement(tuple(value.shape))) for name, value in made.named_parameters()}
+
+
 @given(st.floats(min_value=2.0**-100, max_value=2.0**100, width=32))
 def test_the_unit_is_the_distance_to_the_next_number(value: float) -> None:
     for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
@@ -39,7 +46,7 @@ def test_the_unit_is_the_distance_to_the_next_number(value: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_weight_moves_by_one_unit_up_or_down(dtype: torch.dtype) -> None:
     before, after = decoder(), decoder()
-    perturb_weights(after, 5, dtype)
+    perturb_weights(whole(after), 5, dtype)
     for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
         moved = (new - old).detach().abs()
         unit = unit_in_the_last_place(old.detach(), dtype)
@@ -56,18 +63,18 @@ def test_every_weight_moves_by_one_unit_up_or_down(dtype: torch.dtype) -> None:
 def test_the_signs_are_those_of_the_seed() -> None:
     first, again, other = decoder(), decoder(), decoder()
     torch.manual_seed(1)
-    perturb_weights(first, 5, torch.bfloat16)
+    perturb_weights(whole(first), 5, torch.bfloat16)
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    perturb_weights(again, 5, torch.bfloat16)
+    perturb_weights(whole(again), 5, torch.bfloat16)
     assert torch.equal(state, torch.get_rng_state()), "nothing is drawn from the run's generators"
-    perturb_weights(other, 6, torch.bfloat16)
+    perturb_weights(whole(other), 6, torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
 
 
 def test_a_unit_of_the_compute_dtype_survives_the_cast() -> None:
     before, after = decoder(), decoder()
-    perturb_weights(after, 5, torch.bfloat16)
+    perturb_weights(whole(after), 5, torch.bfloat16)
     same = (before.embedding.weight.bfloat16() == after.embedding.weight.bfloat16()).float().mean()
     assert same < 0.01

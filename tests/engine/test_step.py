@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.config import load_config
+from drivetrain.config import Layout, load_config
 from drivetrain.engine.creation import create_run
 from drivetrain.engine.data.corpus import ensure_corpus
 from drivetrain.engine.data.loader import BatchLoader
@@ -18,8 +18,10 @@ from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.initialization import initialize
 from drivetrain.engine.optimizer import build_optimizer
-from drivetrain.engine.parallel.data_parallel import DataParallel
+from drivetrain.engine.parallel.data_parallel import gradient_sync
+from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks
+from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.engine.step import Stepper
 from drivetrain.engine.worker import work
 from runs_on_the_spot import Tiny
@@ -45,15 +47,18 @@ def stepper_and_batches(tiny: Tiny) -> Iterator[tuple[Stepper, Iterator[Batch]]]
     decoder = Decoder(config.model, torch.float32)
     initialize(decoder, 0)
     group = ProcessGroup(Ranks())
+    mesh = Mesh.form(Layout(), 0)
     device = torch.device("cpu")
     stepper = Stepper(
         decoder=decoder,
-        data_parallel=DataParallel(decoder, group, device, 25.0),
+        sync=gradient_sync(decoder, mesh, Traffic(), zero_stage=0),
         optimizer=build_optimizer(decoder, config.optimizer),
         group=group,
+        mesh=mesh,
         device=device,
         num_microbatches=2,
         max_norm=1.0,
+        pipeline=None,
     )
     with BatchLoader(config, corpus, "train") as loader:
         yield stepper, loader

@@ -14,7 +14,7 @@ from drivetrain.config import LoadedConfig, load_config
 from drivetrain.engine.creation import create_run
 from drivetrain.engine.data.corpus import ensure_corpus
 from drivetrain.engine.model.batch import Batch
-from drivetrain.engine.parallel.data_parallel import DataParallel
+from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.parallel.process_group import PendingSum, ProcessGroup, Ranks
 from drivetrain.engine.step import StepFigures, Stepper
 from drivetrain.engine.stop import StopRequest
@@ -86,9 +86,9 @@ class _SlowGroup(ProcessGroup):
 
 
 class _SlowForward:
-    """A data-parallel model whose forward begins late; everything else is handed on."""
+    """A decoder whose forward begins late; everything else is handed on."""
 
-    def __init__(self, inner: DataParallel, sleeper: _Sleeper) -> None:
+    def __init__(self, inner: Decoder, sleeper: _Sleeper) -> None:
         self._inner = inner
         self._sleeper = sleeper
 
@@ -117,7 +117,7 @@ def _with_fault(run: TrainingRun, sleeper: _Sleeper) -> TrainingRun:
     stepper = run.stepper
     parts = {name: getattr(stepper, name) for name in stepper.__dataclass_fields__}
     parts["group"] = _SlowGroup(stepper.group.ranks, sleeper)
-    parts["data_parallel"] = _SlowForward(stepper.data_parallel, sleeper)
+    parts["decoder"] = _SlowForward(stepper.decoder, sleeper)
     return replace(run, stepper=_FaultyStepper(**parts, sleeper=sleeper))
 
 

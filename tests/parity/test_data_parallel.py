@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from drivetrain.config import ModelConfig
+from drivetrain.config.layout import Layout
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.initialization import initialize
-from drivetrain.engine.parallel.data_parallel import DataParallel
+from drivetrain.engine.parallel.data_parallel import gradient_sync
+from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks, join
+from drivetrain.engine.parallel.traffic import Traffic
 from rank_processes import on_ranks
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=12, vocab_size=50)
@@ -40,14 +43,15 @@ def rows(first: int, last: int) -> Batch:
 def gradients(num_microbatches: int, steps: int, bucket_size_mb: float) -> dict[str, np.ndarray]:
     """This rank's gradients after backward over its share, in ``num_microbatches`` pieces.
 
-    Several backward passes, because the first one reduces everything in a single bucket.
+    Several steps, each with buckets that hold the gradients of the one before.
     """
     torch.manual_seed(0)
     decoder = Decoder(MODEL, torch.float64)
     initialize(decoder, 3)
     with join(Ranks.from_environment(), "cpu", 1.0) as group:
-        parallel = DataParallel(decoder, group, torch.device("cpu"), bucket_size_mb)
         rank, size = group.ranks.rank, group.size
+        mesh = Mesh.form(Layout(dp=size), rank)
+        sync = gradient_sync(decoder, mesh, Traffic(), zero_stage=0, bucket_size_mb=bucket_size_mb)
         per_piece = ROWS // size // num_microbatches
         for _ in range(steps):
             decoder.zero_grad(set_to_none=True)
@@ -57,9 +61,10 @@ def gradients(num_microbatches: int, steps: int, bucket_size_mb: float) -> dict[
             ]
             totals = group.start_sum([sum(batch.num_valid_tokens for batch in batches)]).wait()
             for index, batch in enumerate(batches):
-                with parallel.micro_batch(last=index == num_microbatches - 1):
-                    parallel.backward(parallel.loss_sum(batch), totals[0])
-        assert (parallel.exposed_wait is None) == (size == 1)
+                with sync.micro_batch(last=index == num_microbatches - 1):
+                    (decoder.loss_sum(batch) / totals[0]).backward()
+            sync.finish()
+        assert (sync.exposed_wait() is None) == (size == 1)
         return {name: parameter.grad.numpy().copy() for name, parameter in decoder.named_parameters()}
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Knob, Optimisation
-from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.config import LaunchFacts, RunConfig, data_parallel_size
+from drivetrain.config.layout import model_ranks
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
 from drivetrain.measure.parameters import parameter_count
@@ -27,8 +28,13 @@ def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
     size = config.overlap.bucket_size_mb
     if facts.world_size == 1:
         return "one process has nobody to communicate with"
+    if data_parallel_size(config, facts.world_size) == 1:
+        return "there is one data-parallel rank, which has nothing to share or to reduce"
+    if config.parallelism.zero_stage == 3:
+        return "with parallelism.zero_stage = 3 a block's gradients are one bucket"
     gradients = _gradient_mb(config)
-    if 0 < gradients <= size:
+    # How much a rank has of a model that several share is not known here.
+    if model_ranks(config) == 1 and 0 < gradients <= size:
         return (
             f"one bucket of {size:g} MB holds all gradients ({gradients:.3g} MB): nothing is reduced before "
             "backward has ended"
@@ -37,7 +43,7 @@ def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
 
 
 def _on(config: RunConfig, facts: LaunchFacts) -> Mapping[str, Any] | None:
-    if facts.world_size == 1:
+    if data_parallel_size(config, facts.world_size) == 1 or config.parallelism.zero_stage == 3:
         return None
     if config.overlap.bucket_size_mb and _applies(config, facts) is None:
         return None
@@ -45,10 +51,14 @@ def _on(config: RunConfig, facts: LaunchFacts) -> Mapping[str, Any] | None:
     return {_FIELD: float(f"{min(_LARGEST_MB, _gradient_mb(config) / 4):.2g}")}
 
 
-def _evidence(_config: RunConfig, seen: Observation, account: Account | None) -> Evidence:
+def _evidence(config: RunConfig, seen: Observation, account: Account | None) -> Evidence:
     if "collectives" in seen.missing:
         return Evidence("unknown", "the trace has no collectives")
-    reductions = seen.collective_bytes.get("all_reduce", ())
+    if model_ranks(config) > 1:
+        return Evidence(
+            "unknown", "reductions of gradients are not told from those of ranks that share the model"
+        )
+    reductions = [size for kind in _kinds(config) for size in seen.collective_bytes.get(kind, ())]
     buckets = [size for size in reductions if size > _MESSAGE_BYTES]
     if not reductions:
         return Evidence("absent", "no all-reduce of known size was recorded")
@@ -62,6 +72,11 @@ def _evidence(_config: RunConfig, seen: Observation, account: Account | None) ->
         "shown",
         f"{per_step:.3g} all-reduces of gradients a step, the largest of {largest}{_overlap(account)}",
     )
+
+
+def _kinds(config: RunConfig) -> tuple[str, ...]:
+    """The collectives by which gradients are reduced. Over gloo a reduce-scatter shows as an all-reduce."""
+    return ("reduce_scatter", "all_reduce") if config.parallelism.zero_stage == 2 else ("all_reduce",)
 
 
 def _overlap(account: Account | None) -> str:

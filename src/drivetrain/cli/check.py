@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "show_dry_run"]
 
+_SHOWN_HOSTS = 16
+_NO_PLACE = ("rank", "host")
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -26,7 +29,11 @@ def check(
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option("--devices", min=1, help="Data-parallel processes. Default: parallelism's, or 1."),
+        typer.Option("--devices", min=1, help="Processes. Default: the product of parallelism's sizes."),
+    ] = None,
+    per_host: Annotated[
+        int | None,
+        typer.Option("--per-host", min=1, help="Processes on each machine. Default: all on one."),
     ] = None,
     shapes: Annotated[
         bool, typer.Option("--shapes", help="Also build the model without memory and list its parameters.")
@@ -42,15 +49,28 @@ def check(
     """
     from drivetrain.catalogue.rules import all_rules
     from drivetrain.cli.output import show_document
-    from drivetrain.config import LaunchFacts, derived_values, idle_fields, load_config, violations
+    from drivetrain.config import (
+        LaunchFacts,
+        derived_values,
+        idle_fields,
+        least_processes,
+        load_config,
+        violations,
+    )
+    from drivetrain.errors import DrivetrainError
 
     loaded = load_config(config, overrides or [])
-    world_size = devices or loaded.config.parallelism.data_parallel_size or 1
-    facts = LaunchFacts(world_size=world_size, source_name=loaded.name)
+    world_size = devices or least_processes(loaded.config)
+    if per_host is not None and world_size % per_host:
+        raise DrivetrainError(
+            f"--per-host {per_host} does not divide {world_size} processes; give a divisor, or leave it out"
+        )
+    facts = LaunchFacts(world_size=world_size, local_world_size=per_host, source_name=loaded.name)
     broken = violations(loaded.config, facts, all_rules())
     document: dict[str, Any] = {
         "config": loaded.source,
         "devices": world_size,
+        "layout": _layout(loaded, facts) if not broken else None,
         "accepted": not broken,
         "violations": [
             {"rule": violation.rule, "fields": list(violation.fields), "message": violation.message}
@@ -90,6 +110,29 @@ def _optimisations(loaded: "LoadedConfig", facts: "LaunchFacts") -> list[dict[st
         }
         for entry in catalogue()
     ]
+
+
+def _layout(loaded: "LoadedConfig", facts: "LaunchFacts") -> dict[str, Any]:
+    """Which rank has which place on which host, and groups that leave a host where they should not."""
+    from drivetrain.config import layout_of
+    from drivetrain.config.hosts import crossing_groups, host_of, ranks_per_host
+
+    layout = layout_of(loaded.config, facts.world_size)
+    per_host = ranks_per_host(facts)
+    dims = [dim for dim in layout.order if layout.size(dim) > 1]
+    return {
+        "sizes": {dim: layout.size(dim) for dim in layout.order},
+        "shards": layout.size("dp_shard"),
+        "ranks": [
+            {
+                "rank": rank,
+                "host": host_of(rank, per_host),
+                **{dim: layout.coordinates(rank)[dim] for dim in dims},
+            }
+            for rank in range(layout.world_size)
+        ],
+        "warnings": crossing_groups(layout, per_host),
+    }
 
 
 def _counts(loaded: "LoadedConfig", world_size: int) -> dict[str, Any]:
@@ -137,6 +180,7 @@ def _print(document: dict[str, Any]) -> None:
     print(
         f"{document['config']} on {document['devices']} device{'s' if document['devices'] != 1 else ''}: accepted"
     )
+    _print_layout(document["layout"])
     for name, value in document["counts"].items():
         print(f"  {name:42} {value:,}" if isinstance(value, int) else f"  {name:42} {value}")
     counted = {"num_microbatches", "tokens_per_step", "total_tokens"}
@@ -154,6 +198,25 @@ def _print(document: dict[str, Any]) -> None:
         print(f"  {shape['name']:42} {'x'.join(map(str, shape['shape'])):>18} {shape['elements']:>14,}")
 
 
+def _print_layout(layout: dict[str, Any]) -> None:
+    """A line for each host with the place of each of its ranks, and what is wrong with that."""
+    ranks = layout["ranks"]
+    if len(ranks) > 1:
+        print("layout: " + ", ".join(f"{dim} {size}" for dim, size in layout["sizes"].items()))
+        hosts = sorted({rank["host"] for rank in ranks})
+        for host in hosts[:_SHOWN_HOSTS]:
+            places = [
+                f"{rank['rank']}({' '.join(f'{dim}{place}' for dim, place in rank.items() if dim not in _NO_PLACE)})"
+                for rank in ranks
+                if rank["host"] == host
+            ]
+            print(f"  host {host}: {' '.join(places)}")
+        if len(hosts) > _SHOWN_HOSTS:
+            print(f"  ... and {len(hosts) - _SHOWN_HOSTS} more hosts; --json has all of them")
+    for warning in layout["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def show_dry_run(loaded: "LoadedConfig", world_size: int, *, as_json: bool) -> int:
     """Build ``loaded`` without memory and show what would be trained; returns the exit code."""
     import dataclasses
@@ -168,7 +231,12 @@ def show_dry_run(loaded: "LoadedConfig", world_size: int, *, as_json: bool) -> i
     for line in (
         f"dry run of {loaded.source}: the model was built without memory, nothing was started",
         f"  parameters                     {built.parameters:,}",
-        f"  weights, gradients, optimizer  {built.state_bytes:,} bytes on each rank, activations on top",
+        "  weights, gradients, optimizer  "
+        + (
+            f"{built.state_bytes:,} bytes on each rank, activations on top"
+            if built.state_bytes is not None
+            else "shared by the ranks of the layout; docs/parallel.md has the formulas"
+        ),
         f"  micro-batches in a step        {built.num_microbatches} on each of {world_size} rank(s)",
         f"  tokens                         {built.tokens_per_step:,} a step, {built.total_tokens:,} in all",
         f"  model FLOPs in a step          {built.model_flops_per_step:,} (whole sequences)",

@@ -10,7 +10,7 @@ from drivetrain.archive.reader import Run, open_run
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
 from drivetrain.cli.train_command import EXIT_OF, new_run, refuse_broken_rules, train_to_end
-from drivetrain.config import LoadedConfig, decay_tokens, load_config
+from drivetrain.config import LoadedConfig, decay_tokens, least_processes, load_config
 from drivetrain.errors import ConfigurationError, DrivetrainError
 
 __all__ = ["run_profile"]
@@ -42,7 +42,7 @@ def run_profile(
     loaded = _with_window(source, former, overrides, steps, start)
     if former is not None and num_processes is None:
         num_processes = int(former.manifest["layout"]["world_size"])
-    world_size = num_processes or loaded.config.parallelism.data_parallel_size or 1
+    world_size = num_processes or least_processes(loaded.config)
     refuse_broken_rules(loaded, world_size)
     profiler, training = loaded.config.profiler, loaded.config.training
     first, last = profiler.profile_step_start, profiler.profile_step_end - 1

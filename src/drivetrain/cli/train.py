@@ -20,7 +20,10 @@ def train(
         list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Fields to change.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Processes on this machine, data-parallel.")
+        int | None,
+        typer.Option(
+            "--nproc", min=1, help="Processes on this machine. Default: parallelism's sizes multiplied."
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Build everything and start nothing.")] = False,
     overfit_batch: Annotated[

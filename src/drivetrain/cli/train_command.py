@@ -16,7 +16,16 @@ from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.evidence import with_evidence
 from drivetrain.cli.output import show_document
-from drivetrain.config import LaunchFacts, LoadedConfig, RunConfig, idle_fields, load_config, violations
+from drivetrain.config import (
+    LaunchFacts,
+    LoadedConfig,
+    RunConfig,
+    idle_fields,
+    least_processes,
+    load_config,
+    violations,
+)
+from drivetrain.config.layout import model_ranks
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
 __all__ = ["EXIT_OF", "Beginning", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
@@ -90,7 +99,7 @@ def run_train(
     loaded = (
         LoadedConfig(run.config(), source, run.name) if run is not None else load_config(source, overrides)
     )
-    world_size = num_processes or loaded.config.parallelism.data_parallel_size or _former_size(run)
+    world_size = num_processes or _former_size(run) or least_processes(loaded.config)
     refuse_broken_rules(loaded, world_size)
     if dry:
         from drivetrain.cli.check import show_dry_run
@@ -100,6 +109,11 @@ def run_train(
     if overfit:
         from drivetrain.cli.overfit import run_overfit
 
+        if model_ranks(loaded.config) > 1:
+            raise DrivetrainError(
+                "--overfit-batch trains in one process; use parallelism.tensor_model_parallel_size=1 "
+                "parallelism.pipeline_model_parallel_size=1"
+            )
         return run_overfit(loaded, as_json=as_json)
     path = run.path if run is not None else new_run(loaded, world_size, beginning)
     summary = train_to_end(path, world_size)
@@ -123,8 +137,8 @@ def _refuse_what_would_have_no_effect(given: dict[str, bool], *, under_torchrun:
 
 
 def _former_size(run: Run | None) -> int:
-    """Processes that the run was started with: what it is continued with unless told otherwise."""
-    return int(run.manifest["layout"].get("world_size") or 1) if run is not None else 1
+    """Processes that the run was started with: what it is continued with unless told otherwise. 0: no run."""
+    return int(run.manifest["layout"].get("world_size") or 1) if run is not None else 0
 
 
 def train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
@@ -199,9 +213,11 @@ def new_run(loaded: LoadedConfig, world_size: int, beginning: Beginning = Beginn
     """
     from drivetrain.engine.creation import create_run
     from drivetrain.engine.data.corpus import ensure_corpus
-    from drivetrain.engine.preflight import require_usable_inputs
+    from drivetrain.engine.devices import select_device
+    from drivetrain.engine.preflight import require_countable_step, require_usable_inputs
 
     origin = beginning.origin(loaded.config)
+    require_countable_step(loaded.config, world_size, select_device(loaded.config.run).type)
     _note_idle_fields(loaded, world_size)
     with show_progress() as progress:
         corpus = ensure_corpus(loaded.config.data, loaded.config.model, progress)

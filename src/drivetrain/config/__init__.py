@@ -26,6 +26,7 @@ from drivetrain.config.execution import (
     PrecisionConfig,
 )
 from drivetrain.config.idle import Idle, idle_fields
+from drivetrain.config.layout import Layout, layout_of, least_processes
 from drivetrain.config.leaves import Leaf, leaf_values, leaves
 from drivetrain.config.load import LoadedConfig, load_config, parse_config
 from drivetrain.config.model import ModelConfig
@@ -51,8 +52,9 @@ __all__ = [
     "FusionConfig",
     "Idle",
     "LaunchFacts",
-    "LearningRateScheduleConfig",
+    "Layout",
     "Leaf",
+    "LearningRateScheduleConfig",
     "LoadedConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -74,7 +76,9 @@ __all__ = [
     "derived_values",
     "differing_leaves",
     "idle_fields",
+    "layout_of",
     "leaf_values",
+    "least_processes",
     "leaves",
     "load_config",
     "nearest",

@@ -7,6 +7,8 @@ so that one mistake gives one message.
 from collections.abc import Sequence
 
 from drivetrain.config import derive
+from drivetrain.config.nearest_values import around, closest, divisors
+from drivetrain.config.parallel_rules import PARALLEL_RULES
 from drivetrain.config.profiler_rules import PROFILER_RULES
 from drivetrain.config.rules import LaunchFacts, Rule, Violation
 from drivetrain.config.schema import RunConfig
@@ -17,25 +19,6 @@ _INT64_MAX = 2**63 - 1
 _BYTE_LEVEL_TOKENS = 257  # 256 bytes and the end-of-document token
 
 
-def _around(value: int, step: int) -> str:
-    """The positive multiples of ``step`` next to ``value``, in words."""
-    below, above = value // step * step, -(-value // step) * step
-    return f"{below} or {above}" if below >= 1 else f"{above}"
-
-
-def _divisors(number: int) -> list[int]:
-    # Trial division up to the square root: numbers are at most about a million here.
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _closest(value: int, legal: Sequence[int]) -> str:
-    """The legal values next below and next above ``value``, in words."""
-    below = [candidate for candidate in legal if candidate <= value]
-    above = [candidate for candidate in legal if candidate > value]
-    return " or ".join(str(candidate) for candidate in [*below[-1:], *above[:1]])
-
-
 def _heads_divide_hidden(config: RunConfig, _: LaunchFacts) -> str | None:
     model = config.model
     hidden, heads = model.hidden_size, model.num_attention_heads
@@ -44,7 +27,7 @@ def _heads_divide_hidden(config: RunConfig, _: LaunchFacts) -> str | None:
     step = 2 * heads if model.position_embedding_type == "rope" else heads
     return (
         f"{hidden} is not divisible by num_attention_heads = {heads}; nearest legal values: hidden_size = "
-        f"{_around(hidden, step)}{_heads_remedy(config)}; or give kv_channels"
+        f"{around(hidden, step)}{_heads_remedy(config)}; or give kv_channels"
     )
 
 
@@ -52,18 +35,18 @@ def _heads_remedy(config: RunConfig) -> str:
     """The nearest numbers of heads that hidden_size can be cut into."""
     model = config.model
     rope = model.position_embedding_type == "rope"
-    legal = [d for d in _divisors(model.hidden_size) if not rope or model.hidden_size // d % 2 == 0]
-    return f"; num_attention_heads = {_closest(model.num_attention_heads, legal)}" if legal else ""
+    legal = [d for d in divisors(model.hidden_size) if not rope or model.hidden_size // d % 2 == 0]
+    return f"; num_attention_heads = {closest(model.num_attention_heads, legal)}" if legal else ""
 
 
 def _groups_divide_heads(config: RunConfig, _: LaunchFacts) -> str | None:
     model = config.model
     if model.num_attention_heads % model.query_groups == 0:
         return None
-    legal = _divisors(model.num_attention_heads)
+    legal = divisors(model.num_attention_heads)
     return (
         f"{model.query_groups} does not divide num_attention_heads = {model.num_attention_heads}; "
-        f"nearest legal values: {_closest(model.query_groups, legal)}"
+        f"nearest legal values: {closest(model.query_groups, legal)}"
     )
 
 
@@ -73,7 +56,7 @@ def _rope_needs_even_heads(config: RunConfig, _: LaunchFacts) -> str | None:
     if model.position_embedding_type != "rope" or not divides or model.head_size % 2 == 0:
         return None
     size = model.head_size
-    remedy = f"kv_channels = {_around(size, 2)}"
+    remedy = f"kv_channels = {around(size, 2)}"
     if model.kv_channels is None:
         remedy += _heads_remedy(config)
     return f"a head of {size} channels can't be rotated: rope turns pairs; nearest legal values: {remedy}"
@@ -130,16 +113,6 @@ def _vocabulary_holds_bytes(config: RunConfig, _: LaunchFacts) -> str | None:
     )
 
 
-def _data_parallel_equals_processes(config: RunConfig, facts: LaunchFacts) -> str | None:
-    given = config.parallelism.data_parallel_size
-    if given is None or given == facts.world_size:
-        return None
-    return (
-        f"{given} does not equal the number of processes, {facts.world_size}; start {given} processes, or "
-        f"use {facts.world_size} or none"
-    )
-
-
 def _global_batch_divides(config: RunConfig, facts: LaunchFacts) -> str | None:
     training = config.training
     ranks = derive.data_parallel_size(config, facts.world_size)
@@ -149,11 +122,11 @@ def _global_batch_divides(config: RunConfig, facts: LaunchFacts) -> str | None:
     message = (
         f"{training.global_batch_size} is not divisible by micro_batch_size x data-parallel size = "
         f"{training.micro_batch_size} x {ranks} = {step}; nearest legal values: "
-        f"{_around(training.global_batch_size, step)}"
+        f"{around(training.global_batch_size, step)}"
     )
     if training.global_batch_size % ranks == 0:
-        legal = _divisors(training.global_batch_size // ranks)
-        message += f"; micro_batch_size = {_closest(training.micro_batch_size, legal)}"
+        legal = divisors(training.global_batch_size // ranks)
+        message += f"; micro_batch_size = {closest(training.micro_batch_size, legal)}"
     return message
 
 
@@ -288,12 +261,6 @@ BASIC_RULES: tuple[Rule, ...] = (
         "Without data_path, vocab_size is at least 257: the least of the default corpus' byte-level tokenizer.",
     ),
     Rule(
-        "data-parallel-equals-processes",
-        ("parallelism.data_parallel_size",),
-        _data_parallel_equals_processes,
-        "data_parallel_size, where given, equals the number of processes that are started.",
-    ),
-    Rule(
         "global-batch-divides",
         ("training.global_batch_size", "training.micro_batch_size", "parallelism.data_parallel_size"),
         _global_batch_divides,
@@ -336,6 +303,7 @@ BASIC_RULES: tuple[Rule, ...] = (
         _transform_is_a_path,
         "Each part of data.transform is an identifier.",
     ),
+    *PARALLEL_RULES,
     *PROFILER_RULES,
 )
 """Tried by ``check`` and before every start, together with the catalogue's rules."""

@@ -5,6 +5,7 @@ Nothing here changes a configuration. Each derived value is reported with its re
 
 from dataclasses import dataclass
 
+from drivetrain.config.layout import model_ranks, stage_plan
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.config.schema import RunConfig
 from drivetrain.config.training import DataConfig
@@ -33,9 +34,9 @@ class Derived:
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Data-parallel ranks: parallelism.data_parallel_size, or all processes."""
+    """Data-parallel ranks: parallelism.data_parallel_size, or all processes over the ranks of one model."""
     given = config.parallelism.data_parallel_size
-    return world_size if given is None else given
+    return max(1, world_size // model_ranks(config)) if given is None else given
 
 
 def data_seed(config: RunConfig) -> int:
@@ -108,7 +109,16 @@ def _execution(config: RunConfig, facts: LaunchFacts) -> list[Derived]:
         found.append(Derived("data.seed", config.run.seed, "run.seed"))
     if config.parallelism.data_parallel_size is None:
         reason = f"{facts.world_size} process{'es' if facts.world_size > 1 else ''}"
-        found.append(Derived("parallelism.data_parallel_size", facts.world_size, reason))
+        if model_ranks(config) > 1:
+            reason += f" / {model_ranks(config)} that hold one model"
+        size = data_parallel_size(config, facts.world_size)
+        found.append(Derived("parallelism.data_parallel_size", size, reason))
+    found += _pipeline(config)
+    if config.parallelism.hybrid_shard_size is None and config.parallelism.zero_stage > 0:
+        size = data_parallel_size(config, facts.world_size)
+        found.append(
+            Derived("parallelism.hybrid_shard_size", size, "all data-parallel ranks share one set of shards")
+        )
     if config.run.name is None:
         reason = (
             "the preset's or the file's name" if facts.source_name else "named by its source when it starts"
@@ -116,6 +126,24 @@ def _execution(config: RunConfig, facts: LaunchFacts) -> list[Derived]:
         found.append(Derived("run.name", facts.source_name, reason))
     if config.run.num_threads is None:
         found.append(_num_threads(facts))
+    return found
+
+
+def _pipeline(config: RunConfig) -> list[Derived]:
+    """Stages of a pipeline. The rules must hold."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_model_parallel_size == 1:
+        return []
+    plan = stage_plan(config)
+    found = []
+    if parallelism.virtual_pipeline_model_parallel_size is None:
+        name = "parallelism.virtual_pipeline_model_parallel_size"
+        found.append(
+            Derived(name, plan.num_stages // plan.pp, f"stages that {parallelism.pipeline_schedule} needs")
+        )
+    if parallelism.pipeline_model_parallel_layout is None:
+        name, layers = "parallelism.pipeline_model_parallel_layout", ",".join(map(str, plan.layers_per_stage))
+        found.append(Derived(name, layers, f"{plan.num_layers} layers over {plan.num_stages} stages"))
     return found
 
 

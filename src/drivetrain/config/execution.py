@@ -10,10 +10,38 @@ __all__ = ["FusionConfig", "MemoryConfig", "OverlapConfig", "ParallelismConfig",
 
 
 class ParallelismConfig(Section):
-    """How many processes share the work."""
+    """How many processes share the work, and how. Their number is the product of all sizes."""
 
+    tensor_model_parallel_size: Count = Field(default=1, ge=1, le=1024)
+    """Ranks that share each layer: heads, columns of the MLP and rows of the vocabulary."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks also share norms, dropout and residual stream: each holds a part of the tokens there."""
+    pipeline_model_parallel_size: Count = Field(default=1, ge=1, le=1024)
+    """Ranks, or sets of tensor-parallel ranks, that hold consecutive layers and pass micro-batches on."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    """Order of forward and backward passes on a pipeline's ranks."""
+    virtual_pipeline_model_parallel_size: Count | None = Field(default=None, ge=1, le=1024)
+    """Stages on each rank of a pipeline. Absent: 2 where the schedule needs several, else 1."""
+    pipeline_model_parallel_layout: str | None = Field(
+        default=None, pattern="^[0-9]{1,4}(,[0-9]{1,4})*$", examples=["3,2,2,1"]
+    )
+    """Layers of each stage in model order, such as 3,2,2,1. Absent: the same number in each, and one more
+    in the earliest where there is a rest."""
     data_parallel_size: Count | None = Field(default=None, ge=1, le=1_048_576)
-    """Data-parallel ranks. Derived when absent: the number of processes that were started."""
+    """Ranks, or sets of model-parallel ranks, that take different samples. Derived when absent: the number of
+    processes over the other sizes."""
+    zero_stage: Count = Field(default=0, ge=0, le=3)
+    """What data-parallel ranks share instead of each holding it: 1 optimizer state, 2 also gradients, 3 also
+    parameters."""
+    hybrid_shard_size: Count | None = Field(default=None, ge=1, le=1_048_576)
+    """Data-parallel ranks that share one set of shards (HSDP); the sets hold the same. Absent: all of them."""
+    reduce_each_micro_batch: bool = False
+    """Reduce gradients over data-parallel ranks with each micro-batch: more traffic, and with zero_stage 2 or 3 less
+    memory. Off: once a step."""
+    rank_order: str = Field(
+        default="tp-cp-pp-dp", pattern="^(tp|cp|pp|dp)(-(tp|cp|pp|dp)){3}$", examples=["tp-cp-pp-dp"]
+    )
+    """Dimensions along which ranks are numbered, the innermost first: neighbours share what stands first."""
     distributed_timeout_minutes: float = Field(default=10.0, gt=0, le=1440)
     """A collective that takes longer ends the run."""
 

@@ -7,6 +7,7 @@ fields illegal. But nothing that was asked for is dropped in silence: ``check`` 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from drivetrain.config.derive import data_parallel_size
 from drivetrain.config.leaves import leaf_values, leaves
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.config.schema import RunConfig
@@ -80,7 +81,41 @@ _CONDITIONS = (
         "profiler.profile is off",
     ),
     _Condition(
-        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes"),
+        ("parallelism.sequence_parallel",),
+        lambda config, _: config.parallelism.tensor_model_parallel_size == 1,
+        "parallelism.tensor_model_parallel_size = 1: no ranks share a layer",
+    ),
+    _Condition(
+        (
+            "parallelism.pipeline_schedule",
+            "parallelism.virtual_pipeline_model_parallel_size",
+            "parallelism.pipeline_model_parallel_layout",
+        ),
+        lambda config, _: config.parallelism.pipeline_model_parallel_size == 1,
+        "parallelism.pipeline_model_parallel_size = 1: there is no pipeline",
+    ),
+    _Condition(
+        ("parallelism.hybrid_shard_size",),
+        lambda config, _: config.parallelism.zero_stage == 0,
+        "parallelism.zero_stage = 0: nothing is sharded",
+    ),
+    _Condition(
+        ("overlap.bucket_size_mb",),
+        lambda config, _: config.parallelism.zero_stage == 3,
+        "parallelism.zero_stage = 3: a block's gradients are one bucket",
+    ),
+    _Condition(
+        (
+            "overlap.bucket_size_mb",
+            "parallelism.zero_stage",
+            "parallelism.hybrid_shard_size",
+            "parallelism.reduce_each_micro_batch",
+        ),
+        lambda config, facts: data_parallel_size(config, facts.world_size) == 1,
+        "there is one data-parallel rank, which has nothing to share or to reduce",
+    ),
+    _Condition(
+        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes", "parallelism.rank_order"),
         lambda _, facts: facts.world_size == 1,
         "one process has nobody to communicate with",
     ),

@@ -16,6 +16,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. 0: only at the end and when interrupted."""
     keep_latest_k: Count = Field(default=2, ge=1, le=1_000_000)
     """How many checkpoints stay on disk."""
+    async_save: bool = False
+    """Training goes on while a checkpoint is written: each rank copies its part to host memory, and a thread writes
+    it. The next checkpoint, and the end of the run, wait for that."""
     initial_load_path: str | None = Field(default=None, min_length=1)
     """A Hugging Face folder whose weights the run starts from. Absent: initialised from run.seed."""
 

@@ -1,14 +1,20 @@
 """From a configuration to the objects that train it, restored to where the run stands."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from drivetrain.archive.origin import PLAIN, RunOrigin
-from drivetrain.config import RunConfig, num_microbatches
+from drivetrain.config import ModelConfig, RunConfig, layout_of, num_microbatches
+from drivetrain.config.layout import ORDER
 from drivetrain.engine.checkpoint import (
+    CheckpointSaver,
+    HeldState,
     LoadedCheckpoint,
+    agreement_over,
     find_latest,
+    held_state,
     load_checkpoint,
     remove_leftovers,
     set_aside,
@@ -20,13 +26,16 @@ from drivetrain.engine.memory.cuda import apply_cuda_limit
 from drivetrain.engine.memory.limit import count_step, unseen_with_compile
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.huggingface import load_weights
-from drivetrain.engine.model.initialization import initialize
+from drivetrain.engine.model.initialization import initial_value
 from drivetrain.engine.optimisations.implementation import Building
 from drivetrain.engine.optimisations.in_effect import Optimisations
 from drivetrain.engine.optimizer import build_optimizer, clip_gradients
-from drivetrain.engine.parallel.data_parallel import DataParallel
+from drivetrain.engine.parallel.gradient_sync import GradientSync
+from drivetrain.engine.parallel.local_model import LocalModel, build_local_model
+from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup
 from drivetrain.engine.perturbation import perturb_weights
+from drivetrain.engine.preflight import require_countable_step
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.random_state import restore_random_state, seed_everything
 from drivetrain.engine.recorder import Recorder
@@ -53,26 +62,28 @@ def assemble(
     Raises:
         DrivetrainError: corpus, weights or checkpoints that do not fit; OutOfMemory.
     """
-    seed_everything(config.run.seed, group.ranks.rank)
+    mesh = Mesh.form(layout_of(config, group.size), group.ranks.rank, device.type)
+    seed_everything(config.run.seed, mesh.index("dp"), mesh.index("pp"))
     corpus = ensure_corpus(config.data, config.model)
     _require_same_corpus(corpus, fingerprint)
     building = Building(config=config, device=device, num_ranks=group.size)
     optimisations = Optimisations(building)
     optimisations.prepare("choices")
-    decoder = Decoder(config.model, building.compute_dtype).to(device.torch_device)
-    building.decoder = decoder
-    optimizer = build_optimizer(decoder, config.optimizer, fused=building.fused_update)
-    checkpoint_folder = run_path / "checkpoints"
-    checkpoint = _restore(checkpoint_folder, group, decoder, optimizer, logbook)
+    local = build_local_model(config, mesh, device.torch_device, building)
+    building.decoder = local.decoder
+    sync = local.sync
+    optimizer = build_optimizer(sync.updated(), config.optimizer, fused=building.fused_update)
+    layout = {**{dim: mesh.size(dim) for dim in ORDER}, "order": config.parallelism.rank_order}
+    state = held_state(sync, optimizer)
+    checkpoint = _restore(run_path / "checkpoints", group, config.model, state, layout, logbook)
     if checkpoint is None and config.checkpoint.initial_load_path is not None:
-        load_weights(Path(config.checkpoint.initial_load_path), decoder)
+        _load_initial_weights(sync, config)
     elif checkpoint is None:
-        initialize(decoder, config.run.seed)
+        _initialize(sync, config)
     if checkpoint is None and origin.perturb_ulp is not None:
-        perturb_weights(decoder, origin.perturb_ulp, building.compute_dtype)
+        perturb_weights(sync.parameters(), origin.perturb_ulp, building.compute_dtype)
     optimisations.prepare("model")
-    _enforce_memory_limit(optimisations, corpus, decoder, optimizer, group, logbook)
-    data_parallel = DataParallel(decoder, group, device.torch_device, building.bucket_size_mb)
+    _enforce_memory_limit(optimisations, corpus, local, optimizer, group, mesh, logbook)
     if checkpoint is not None and checkpoint.random_state is not None:
         # Last of all, so that nothing above has drawn from the generators in between.
         restore_random_state(checkpoint.random_state)
@@ -80,28 +91,60 @@ def assemble(
         path=run_path,
         config=config,
         group=group,
+        mesh=mesh,
         device=device,
         corpus=corpus,
-        decoder=decoder,
+        decoder=local.decoder,
         optimizer=optimizer,
         optimisations=optimisations,
         stepper=Stepper(
-            decoder=decoder,
-            data_parallel=data_parallel,
+            decoder=local.decoder,
+            sync=sync,
             optimizer=optimizer,
             group=group,
+            mesh=mesh,
             device=device.torch_device,
             num_microbatches=num_microbatches(config, group.size),
             max_norm=config.training.clip_grad,
+            pipeline=local.pipeline,
         ),
         recorder=Recorder(
             config, group, device.torch_device, peak=peak, writer=logbook.writer, console=logbook.console
+        ),
+        saver=CheckpointSaver(
+            run_path / "checkpoints",
+            config.model,
+            keep_latest_k=config.checkpoint.keep_latest_k,
+            asynchronous=building.async_save,
+            tokenizer_file=corpus.tokenizer_file,
+            agreement=agreement_over(group),
+            layout=layout,
+            timeout_s=60 * config.parallelism.distributed_timeout_minutes,
         ),
         progress=Progress() if checkpoint is None else Progress.from_dict(checkpoint.trainer_state),
         resumed=checkpoint is not None,
         logbook=logbook,
         probed=origin.probe,
     )
+
+
+def _initialize(sync: GradientSync, config: RunConfig) -> None:
+    """Each rank takes its part out of the values that a single process would start from."""
+    with torch.no_grad():
+        for name, held in sync.parameters().items():
+            whole = initial_value(config.model, name, held.placement.full_shape, config.run.seed)
+            held.tensor.copy_(whole[held.placement.slices()])
+
+
+def _load_initial_weights(sync: GradientSync, config: RunConfig) -> None:
+    """Each rank takes its part out of the weights of a Hugging Face folder, which it reads whole, on the host."""
+    assert config.checkpoint.initial_load_path is not None
+    whole = Decoder(config.model, torch.float32)
+    load_weights(Path(config.checkpoint.initial_load_path), whole)
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, held in sync.parameters().items():
+            held.tensor.copy_(values[name][held.placement.slices()])
 
 
 def _require_same_corpus(corpus: Corpus, fingerprint: str) -> None:
@@ -114,7 +157,12 @@ def _require_same_corpus(corpus: Corpus, fingerprint: str) -> None:
 
 
 def _restore(
-    folder: Path, group: ProcessGroup, decoder: Decoder, optimizer: torch.optim.AdamW, logbook: Logbook
+    folder: Path,
+    group: ProcessGroup,
+    model: ModelConfig,
+    state: HeldState,
+    layout: Mapping[str, object],
+    logbook: Logbook,
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint that is whole; None where there is none."""
     found: Path | None = None
@@ -142,14 +190,13 @@ def _restore(
     name = group.broadcast_text(found.name if found is not None else "")
     if not name:
         return None
-    checkpoint = load_checkpoint(
-        folder / name, decoder, optimizer, rank=group.ranks.rank, world_size=group.size
-    )
+    checkpoint = load_checkpoint(folder / name, model, state, agreement=agreement_over(group), layout=layout)
     logbook.say(f"continuing from checkpoint {name}")
     if checkpoint.random_state is None:
         logbook.warn(
-            f"{name} was saved by {checkpoint.world_size} ranks and is continued by {group.size}: dropout draws "
-            "new numbers from here on"
+            f"{name} was saved by {checkpoint.world_size} ranks and is continued by {group.size}"
+            f"{' in another layout' if checkpoint.world_size == group.size else ''}: what the ranks draw at random "
+            "begins anew here"
         )
     return checkpoint
 
@@ -157,9 +204,10 @@ def _restore(
 def _enforce_memory_limit(
     optimisations: Optimisations,
     corpus: Corpus,
-    decoder: Decoder,
+    local: LocalModel,
     optimizer: torch.optim.AdamW,
     group: ProcessGroup,
+    mesh: Mesh,
     logbook: Logbook,
 ) -> None:
     """Hold ``memory.device_memory_limit_bytes``: on CUDA by the allocator, on a CPU by counting one step.
@@ -173,13 +221,14 @@ def _enforce_memory_limit(
     if device.type == "cuda":
         apply_cuda_limit(limit_bytes, device.torch_device)
         return
+    require_countable_step(config, group.size, device.type)
     microbatches = min(2, num_microbatches(config, group.size))
     with BatchLoader(
         config,
         corpus,
         "train",
-        rank=group.ranks.rank,
-        world_size=group.size,
+        rank=mesh.index("dp"),
+        world_size=mesh.size("dp"),
         start_sample=0,
         num_samples=config.training.global_batch_size,
         num_workers=0,
@@ -189,11 +238,11 @@ def _enforce_memory_limit(
 
     def one_step() -> None:
         for batch in batches:
-            (decoder.loss_sum(batch) / max(batch.num_valid_tokens, 1)).backward()
-        clip_gradients(decoder.parameters(), config.training.clip_grad)
+            (local.decoder.loss_sum(batch) / max(batch.num_valid_tokens, 1)).backward()
+        clip_gradients(local.decoder.parameters(), config.training.clip_grad)
         optimizer.step()
 
-    count = count_step(one_step, decoder=decoder, optimizer=optimizer, limit_bytes=limit_bytes)
+    count = count_step(one_step, decoder=local.decoder, optimizer=optimizer, limit_bytes=limit_bytes)
     unseen = f"; {unseen_with_compile()}" if optimisations.is_active("compile") else ""
     if group.size > 1:
         unseen += "; gradient buckets of data parallelism are not counted"

@@ -7,7 +7,7 @@ from typing import Any
 from drivetrain.archive.origin import PLAIN, RunOrigin
 from drivetrain.archive.provenance import collect
 from drivetrain.archive.writer import RunWriter
-from drivetrain.config import LoadedConfig, config_hash, to_toml
+from drivetrain.config import LoadedConfig, RunConfig, config_hash, layout_of, to_toml
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.devices import select_device
 from drivetrain.engine.stop import StopRequest
@@ -28,7 +28,7 @@ def create_run(
     device = select_device(config.run)
     manifest: Mapping[str, Any] = {
         "config_hash": config_hash(config),
-        "layout": {"world_size": world_size, "data_parallel_size": world_size},
+        "layout": layout_document(config, world_size),
         "provenance": collect(argv, Path(__file__).parent),
         "devices": {"type": device.type, "name": device.name, "count": world_size},
         "dataset": dataset_of(corpus),
@@ -45,6 +45,24 @@ def create_run(
             writer.event("end", status="interrupted", reason=f"{stop.signal_name} before the first step")
             raise KeyboardInterrupt
         return writer.path
+
+
+def layout_document(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """How the processes share the work, as the manifest keeps it: every dimension that is shared, by its field."""
+    layout, parallelism = layout_of(config, world_size), config.parallelism
+    document: dict[str, Any] = {"world_size": world_size, "data_parallel_size": layout.dp}
+    if layout.tp > 1:
+        document["tensor_model_parallel_size"] = layout.tp
+        document["sequence_parallel"] = parallelism.sequence_parallel
+    if layout.pp > 1:
+        document["pipeline_model_parallel_size"] = layout.pp
+        document["pipeline_schedule"] = parallelism.pipeline_schedule
+    if parallelism.zero_stage and layout.dp > 1:
+        document["zero_stage"] = parallelism.zero_stage
+        document["hybrid_shard_size"] = layout.size("dp_shard")
+    if layout.dp < world_size:
+        document["rank_order"] = parallelism.rank_order
+    return document
 
 
 def dataset_of(corpus: Corpus) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain.config import RunConfig
+from drivetrain.config import RunConfig, layout_of
 from drivetrain.config.derive import num_microbatches, tokens_per_step, total_tokens
 from drivetrain.engine.model.batch import whole_sequences
 from drivetrain.engine.model.decoder import Decoder
@@ -34,13 +34,14 @@ class DryRun:
 
     Attributes:
         parameters: total number of parameters, counted on the built model.
-        state_bytes: bytes of weights, gradients and optimizer state of one rank; activations come on top.
+        state_bytes: bytes of weights, gradients and optimizer state of one rank that holds all of them; activations
+            come on top. None where ranks share the model.
         logits_shape: (micro_batch_size, seq_length, vocab_size), from a forward pass without data.
         learning_rates: (step, rate) at the first, middle and last step.
     """
 
     parameters: int
-    state_bytes: int
+    state_bytes: int | None
     num_microbatches: int
     tokens_per_step: int
     total_tokens: int
@@ -73,10 +74,11 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     assert parameters == parameter_count(model).total, "the counted model and the built one differ"
     per_step = tokens_per_step(config)
     in_all = total_tokens(config)
+    whole = layout_of(config, world_size).dp == world_size and config.parallelism.zero_stage == 0
     steps = sorted({0, training.train_iters // 2, training.train_iters - 1})
     return DryRun(
         parameters=parameters,
-        state_bytes=_BYTES_OF_STATE * parameters,
+        state_bytes=_BYTES_OF_STATE * parameters if whole else None,
         num_microbatches=num_microbatches(config, world_size),
         tokens_per_step=per_step,
         total_tokens=in_all,

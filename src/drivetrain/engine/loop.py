@@ -53,7 +53,8 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
             figures = run.stepper.step(
                 batches,
                 rate,
-                stop_requested=stop.requested,
+                # A checkpoint that could not be written ends the run, on all ranks at the same step.
+                stop_requested=stop.requested or run.saver.failed,
                 on_gradients=run.take_gradients(progress.step + 1),
             )
 
@@ -69,6 +70,7 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
                 tags = [*tags, "gc"]
             recorder.submit(figures, progress, tags)
             recorder.close_step()
+            run.note_finished_save()
 
             saves = due(config.checkpoint.save_interval, progress.step)
             if saves:
@@ -86,15 +88,18 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
         recorder.flush(progress)
 
     if recorder.diverged_at is not None:
+        run.finish_saving()
         # The weights hold non-finite numbers by now: nothing worth saving, the last checkpoint is older.
         reason = f"the {recorder.diverged_in} at step {recorder.diverged_at} is not finite"
         return Outcome("diverged", reason, validation)
     if saved_at != progress.step:
         run.save(progress)
     if progress.step < last_step:
+        run.finish_saving()
         return Outcome("interrupted", stop.signal_name or "another rank was asked to stop", validation)
     if config.training.eval_iters:
         validation = run.evaluate(progress)
+    run.finish_saving()
     return Outcome("finished", None, validation)
 
 

@@ -12,9 +12,11 @@ from drivetrain.engine.named_tensors import copy_tensors
 __all__ = [
     "allocate_state",
     "build_optimizer",
+    "clip_coefficient",
     "clip_gradients",
     "load_optimizer_state",
     "optimizer_state",
+    "scale_gradients",
     "set_learning_rate",
     "why_not_fused",
 ]
@@ -23,7 +25,10 @@ STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
-    decoder: nn.Module, optimizer: OptimizerConfig, *, fused: bool | None = None
+    decoder: nn.Module | Iterable[tuple[str, nn.Parameter]],
+    optimizer: OptimizerConfig,
+    *,
+    fused: bool | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over ``decoder``'s parameters with its state allocated: zeros, in the parameters' dtype (fp32).
 
@@ -32,10 +37,12 @@ def build_optimizer(
     tied matrix is one parameter.
 
     Args:
+        decoder: or the named parameters that this rank updates, in that order: rows of a parameter, say.
         fused: whether the update is one kernel; torch must have it for the device. None: as ``optimizer.fused``.
     """
     fused = optimizer.fused if fused is None else fused
-    named = [(name, parameter) for name, parameter in decoder.named_parameters() if parameter.requires_grad]
+    every = decoder.named_parameters() if isinstance(decoder, nn.Module) else decoder
+    named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
     decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
     undecayed = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
     groups = [
@@ -133,11 +140,22 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> tuple[Tenso
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
+    factor = clip_coefficient(norm, max_norm)
+    if max_norm:
+        scale_gradients(gradients, factor)
+    return norm, factor
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor of :func:`clip_gradients` for gradients of this norm, of shape () on the norm's device."""
     if max_norm == 0:
-        return norm, torch.ones_like(norm)
+        return torch.ones_like(norm)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    factor = torch.where(norm.isfinite(), factor, torch.ones_like(factor))
+    return torch.where(norm.isfinite(), factor, torch.ones_like(factor))
+
+
+def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply all of ``gradients`` in place by ``factor``, of shape ()."""
     # A CPU has no queue to wait for, so a pass over all gradients that would multiply by one is saved.
     if gradients and not (factor.device.type == "cpu" and factor.item() == 1.0):
         torch._foreach_mul_(gradients, factor)
-    return norm, factor

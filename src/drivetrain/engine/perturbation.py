@@ -1,9 +1,12 @@
 """A run from almost the same weights: what rounding alone does to a run is measured by disturbing it that little."""
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain.engine.model.initialization import parameter_generator
+from drivetrain.engine.parallel.gradient_sync import Held
 
 __all__ = ["perturb_weights", "unit_in_the_last_place"]
 
@@ -19,16 +22,17 @@ def unit_in_the_last_place(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values == 0, torch.zeros_like(distance), distance)
 
 
-def perturb_weights(decoder: nn.Module, seed: int, dtype: torch.dtype) -> None:
+def perturb_weights(parameters: Mapping[str, Held], seed: int, dtype: torch.dtype) -> None:
     """Move every weight, in place, by one unit in the last place of ``dtype``, up or down at random.
 
     ``dtype`` is the compute dtype: kernels of another kind round activations at it, and a step of the fp32 masters
     would vanish when they are cast. The signs depend on ``seed`` and the parameter's name alone: the same on every
-    rank and device. A weight of 0 stays 0.
+    rank, device and layout. A weight of 0 stays 0.
     """
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
+        for name, held in parameters.items():
             generator = parameter_generator(seed, f"perturbation/{name}")
-            up = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
-            sign = (2 * up - 1).to(parameter.device, parameter.dtype)
-            parameter.add_(sign * unit_in_the_last_place(parameter, dtype))
+            up = torch.randint(2, held.placement.full_shape, generator=generator, dtype=torch.int8)
+            values = held.tensor
+            sign = (2 * up[held.placement.slices()] - 1).to(values.device, values.dtype)
+            values.add_(sign * unit_in_the_last_place(values, dtype))

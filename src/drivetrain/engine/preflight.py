@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from drivetrain.config import RunConfig, data_seed
+from drivetrain.config import RunConfig, data_seed, layout_of
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.sequences import Sequences
 from drivetrain.engine.model.huggingface import require_same_model
+from drivetrain.errors import ConfigurationError
 
-__all__ = ["require_usable_inputs"]
+__all__ = ["require_countable_step", "require_usable_inputs"]
 
 
 def require_usable_inputs(config: RunConfig, corpus: Corpus) -> None:
@@ -26,3 +27,18 @@ def require_usable_inputs(config: RunConfig, corpus: Corpus) -> None:
         Sequences(corpus, config.data, "validation", seq_length, seed)
     if config.checkpoint.initial_load_path is not None:
         require_same_model(Path(config.checkpoint.initial_load_path), config.model)
+
+
+def require_countable_step(config: RunConfig, world_size: int, device_type: str) -> None:
+    """On a CPU a memory limit is held by counting one step, which is taken without other ranks.
+
+    Raises:
+        ConfigurationError: a rank cannot take a step alone.
+    """
+    limited = config.memory.device_memory_limit_bytes is not None and device_type == "cpu"
+    if limited and (layout_of(config, world_size).dp != world_size or config.parallelism.zero_stage):
+        raise ConfigurationError(
+            "memory.device_memory_limit_bytes: on a CPU it is held by counting one step of a rank that has the whole "
+            "model and its optimizer state; use none, or tensor_model_parallel_size = 1, "
+            "pipeline_model_parallel_size = 1 and zero_stage = 0"
+        )

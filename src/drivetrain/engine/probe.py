@@ -4,7 +4,7 @@ Gradients of step 1 show a wrong scale that AdamW hides from the loss; the leak 
 the model sees what it must not see. A probed run equals an unprobed one to the bit: nothing that trains is touched.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.sequences import Sequences
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
+from drivetrain.engine.model.loss import OutputHead
 from drivetrain.engine.random_state import capture_random_state, restore_random_state
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "LEAK_FILE",
     "Leak",
     "ProbeBatch",
+    "losses_of_places",
+    "measure_leak",
     "probe_batch",
     "probe_leak",
     "write_gradients",
-    "write_probe",
+    "write_leak",
 ]
 
 LEAK_FILE = "probe/leak.json"
@@ -115,7 +118,13 @@ def probe_batch(config: RunConfig, corpus: Corpus) -> ProbeBatch:
     return ProbeBatch(batch, documents - documents[:, :1], constructed)
 
 
-def probe_leak(decoder: Decoder, probe: ProbeBatch, *, documents_isolated: bool) -> Leak:
+def probe_leak(
+    decoder: Decoder,
+    probe: ProbeBatch,
+    *,
+    documents_isolated: bool,
+    losses: Callable[[Batch], Tensor] | None = None,
+) -> Leak:
     """Change tokens, and look at losses that must not change.
 
     Forward passes only, with gradients enabled as in training, so that compiled blocks are those that train. Dropout
@@ -125,6 +134,8 @@ def probe_leak(decoder: Decoder, probe: ProbeBatch, *, documents_isolated: bool)
         decoder: as it is trained; its weights, gradients and mode are not touched.
         probe: on any device.
         documents_isolated: whether a document may not see another (``data.reset_attention_mask``).
+        losses: gives the loss of every place of a batch, (B, S) fp64 on the CPU; by default the decoder's, which is
+            whole. Where ranks share the model all of them call this, and ``losses`` is collective.
     """
     state = capture_random_state()
     device = next(decoder.parameters()).device
@@ -135,22 +146,23 @@ def probe_leak(decoder: Decoder, probe: ProbeBatch, *, documents_isolated: bool)
     first_of_document[:, 1:] = documents[:, 1:] != documents[:, :-1]
     end = length - max(1, length // 4)
 
-    def losses(changed: Tensor | None) -> Tensor:
+    def losses_with(changed: Tensor | None) -> Tensor:
         ids = probe.batch.token_ids
         if changed is not None:
             vocabulary = decoder.model.vocab_size
             ids = torch.where(changed, (ids + max(1, vocabulary // 2)) % vocabulary, ids)
         restore_random_state(state)
-        return _losses(decoder, replace(probe.batch, token_ids=ids).to(device))
+        batch = replace(probe.batch, token_ids=ids).to(device)
+        return _losses(decoder, batch) if losses is None else losses(batch)
 
     try:
-        plain = losses(None)
-        noise = _largest(losses(None) - plain)
+        plain = losses_with(None)
+        noise = _largest(losses_with(None) - plain)
         tolerance = max(LEAST_TOLERANCE, NOISE_FACTOR * noise)
         # Every second document changes, so that a border at any place of any row is tried.
-        across = _largest((losses(documents % 2 == 0) - plain)[documents % 2 == 1])
-        future = _largest((losses(place >= end) - plain)[place < end])
-        control = _largest((losses(first_of_document) - plain)[~first_of_document])
+        across = _largest((losses_with(documents % 2 == 0) - plain)[documents % 2 == 1])
+        future = _largest((losses_with(place >= end) - plain)[place < end])
+        control = _largest((losses_with(first_of_document) - plain)[~first_of_document])
     finally:
         restore_random_state(state)
     several = bool((documents > 0).any())
@@ -186,20 +198,49 @@ def _judge(found: Leak, *, constructed: bool) -> dict[str, Any]:
     return {"verdict": "clean", "why": why}
 
 
+class _LossOfEachPlace(OutputHead):
+    """Keeps the loss of every place, masked or not, instead of summing it. Whatever runs the decoder ends here."""
+
+    def __init__(self, inner: OutputHead, vocab_size: int) -> None:
+        self._inner = inner
+        self._rows = max(1, _LOGITS_AT_ONCE // vocab_size)
+        self.found: list[Tensor] = []
+
+    def cross_entropy_sum(
+        self, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor
+    ) -> Tensor:
+        """Nothing: 0."""
+        del mask_T
+        losses = []
+        with torch.no_grad():
+            for start in range(0, len(labels_T), self._rows):
+                part = slice(start, start + self._rows)
+                logits_CV = self._inner.logits(hidden_TD[part], weight_VD).float()
+                losses.append(F.cross_entropy(logits_CV, labels_T[part], reduction="none"))
+        self.found.append(torch.cat(losses))
+        return hidden_TD.new_zeros((), dtype=torch.promote_types(hidden_TD.dtype, torch.float32))
+
+
+def losses_of_places(decoder: Decoder, run: Callable[[Batch], object], batch: Batch) -> Tensor | None:
+    """(B, S) fp64 on the CPU: cross-entropy of every place, masked or not; None on a rank without the model's end.
+
+    Args:
+        run: computes the loss of a batch, by whatever way the decoder is trained.
+    """
+    head, recording = decoder.head, _LossOfEachPlace(decoder.head, decoder.model.vocab_size)
+    decoder.head = recording
+    try:
+        with torch.enable_grad():
+            run(batch)
+    finally:
+        decoder.head = head
+    return recording.found[0].view(batch.labels.shape).cpu().double() if recording.found else None
+
+
 def _losses(decoder: Decoder, batch: Batch) -> Tensor:
-    """(B, S) fp64 on the CPU: cross-entropy of every place, masked or not."""
-    with torch.enable_grad():
-        hidden_TD = decoder.hidden_states(batch).detach()
-    owner = decoder.embedding if decoder.output is None else decoder.output
-    found = []
-    with torch.no_grad():
-        weight_VD = owner.weight.to(decoder.compute_dtype)
-        rows = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
-        labels_T = batch.labels.flatten()
-        for start in range(0, len(labels_T), rows):
-            logits_CV = F.linear(hidden_TD[start : start + rows], weight_VD).float()
-            found.append(F.cross_entropy(logits_CV, labels_T[start : start + rows], reduction="none"))
-    return torch.cat(found).view(batch.labels.shape).cpu().double()
+    losses = losses_of_places(decoder, decoder.loss_sum, batch)
+    assert losses is not None
+    return losses
 
 
 def _largest(differences: Tensor) -> float:
@@ -210,29 +251,32 @@ def _largest(differences: Tensor) -> float:
     return float(largest) if bool(torch.isfinite(largest)) else float("inf")
 
 
-def write_gradients(run_path: Path, decoder: Decoder) -> None:
-    """Write the gradients that the parameters hold now: (each parameter's shape), fp32, by parameter name."""
-    gradients: Mapping[str, Tensor] = {
-        name: parameter.grad.detach().to("cpu", torch.float32).contiguous()
-        for name, parameter in decoder.named_parameters()
-        if parameter.grad is not None
+def write_gradients(run_path: Path, gradients: Mapping[str, Tensor]) -> None:
+    """Write whole gradients: (each parameter's shape), fp32, by parameter name."""
+    on_host = {
+        name: value.detach().to("cpu", torch.float32).contiguous() for name, value in gradients.items()
     }
     _make_folder(run_path)
-    write_bytes(run_path / GRADIENTS_FILE, save(dict(gradients)))
+    write_bytes(run_path / GRADIENTS_FILE, save(on_host))
 
 
-def write_probe(run_path: Path, config: RunConfig, corpus: Corpus, decoder: Decoder) -> Leak:
-    """Run the leak probe on a decoder that has not been trained yet, and write its result."""
+def measure_leak(
+    config: RunConfig, corpus: Corpus, decoder: Decoder, losses: Callable[[Batch], Tensor] | None = None
+) -> Leak:
+    """Run the leak probe on a decoder that has not been trained yet; ``losses`` as in :func:`probe_leak`."""
     state = capture_random_state()
     try:
         # A user's transform may draw from the generators.
         batch = probe_batch(config, corpus)
     finally:
         restore_random_state(state)
-    leak = probe_leak(decoder, batch, documents_isolated=config.data.reset_attention_mask)
+    return probe_leak(decoder, batch, documents_isolated=config.data.reset_attention_mask, losses=losses)
+
+
+def write_leak(run_path: Path, leak: Leak) -> None:
+    """Write the result of the leak probe."""
     _make_folder(run_path)
     write_json(run_path / LEAK_FILE, leak.to_document())
-    return leak
 
 
 def _make_folder(run_path: Path) -> None:

@@ -349,7 +349,9 @@ def _about(run: TrainingRun, plan: WindowPlan) -> dict[str, Any]:
         "first": plan.first,
         "last": plan.last,
         # Sizes of the parallel dimensions, the fastest varying over ranks first; they multiply to world_size.
-        "layout": {"dp": ranks.world_size},
+        "layout": {
+            dim: run.mesh.size(dim) for dim in run.mesh.layout.order if dim == "dp" or run.mesh.size(dim) > 1
+        },
         "device": {"type": run.device.type, "name": run.device.name},
         "params_dtype": config.precision.params_dtype,
         "num_threads": torch.get_num_threads(),

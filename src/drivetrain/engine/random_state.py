@@ -27,13 +27,20 @@ CUBLAS_WORKSPACE = ":4096:8"
 """The size NVIDIA documents for bitwise reproducible cuBLAS calls."""
 
 
-def seed_everything(seed: int, rank: int) -> None:
-    """Seed torch (all devices), numpy and Python with streams that differ between ranks.
+def seed_everything(seed: int, rank: int, stage: int = 0) -> None:
+    """Seed torch (all devices), numpy and Python with streams that differ between data-parallel ranks.
 
+    Ranks of a pipeline (``stage``) differ in torch's alone: their layers drop other elements, but numpy and Python may
+    make their batches, which must be equal. Tensor-parallel ranks draw the same numbers and take their part of them.
     Initial weights and the data order do not draw from these: they must not depend on the rank.
     """
     words = numpy.random.SeedSequence([seed, rank]).generate_state(6, numpy.uint64)
-    torch.manual_seed(int(words[0]) >> 1)
+    torch_word = (
+        numpy.random.SeedSequence([seed, rank, stage]).generate_state(1, numpy.uint64)[0]
+        if stage
+        else words[0]
+    )
+    torch.manual_seed(int(torch_word) >> 1)
     random.seed(int(words[1]))
     numpy.random.seed(words[2:].view(numpy.uint32))
 

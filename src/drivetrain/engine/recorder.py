@@ -182,7 +182,7 @@ class Recorder:
         if self._writer is not None:
             self._writer.log_metrics(counters.step, metrics, tags)
         if self.rank_log is not None:
-            self.rank_log.log(counters.step, _own_times(metrics))
+            self.rank_log.log(counters.step, _own_times(metrics, waits=self._group.size > 1))
         if self._console is not None:
             self._console.step(
                 StepInfo(
@@ -229,8 +229,11 @@ def _loss_of(loss_sum: float, valid_tokens: int) -> float | None:
     return loss_sum / valid_tokens if valid_tokens else None
 
 
-def _own_times(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """What differs between ranks: own work is the step without the two waits."""
+def _own_times(metrics: Mapping[str, float | None], *, waits: bool) -> dict[str, float | None]:
+    """What differs between ranks: own work is the step without the two waits; None where there is a wait for other
+    ranks (``waits``) that is not known."""
     times = {key: metrics.get(key) for key in ("time/step_s", "time/comm_exposed_s", "time/data_wait_s")}
-    step, *waits = (value or 0.0 for value in times.values())
-    return {**times, "time/own_work_s": step - sum(waits)}
+    if waits and times["time/comm_exposed_s"] is None:
+        return {**times, "time/own_work_s": None}
+    step, *waited = (value or 0.0 for value in times.values())
+    return {**times, "time/own_work_s": step - sum(waited)}

@@ -4,7 +4,7 @@ Nothing here reads a device value on the host; losses and norms stay tensors unt
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,12 @@ from torch.profiler import record_function
 
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
-from drivetrain.engine.optimizer import clip_gradients, set_learning_rate
-from drivetrain.engine.parallel.data_parallel import DataParallel
-from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.optimizer import set_learning_rate
+from drivetrain.engine.parallel.gradient_norm import clip_held_gradients
+from drivetrain.engine.parallel.gradient_sync import GradientSync
+from drivetrain.engine.parallel.mesh import Mesh
+from drivetrain.engine.parallel.pipeline import Pipeline
+from drivetrain.engine.parallel.process_group import PendingSum, ProcessGroup
 from drivetrain.engine.timing import Mark, mark
 
 __all__ = ["StepFigures", "Stepper"]
@@ -25,14 +28,15 @@ class StepFigures:
     """What one step did. Tensors are on the device and may not be computed yet.
 
     Attributes:
-        loss_sum: cross-entropy summed over this rank's valid tokens, fp32 scalar.
+        loss_sum: cross-entropy summed over this rank's valid tokens, fp32 scalar; 0 on all but one of the ranks
+            that hold one model together, so that the sum over all ranks counts each token once.
         grad_norm: global gradient norm before clipping, fp32 scalar.
         clip_coefficient: factor the gradients were scaled by, fp32 scalar.
         valid_tokens, tokens, sum_squared_lengths: totals over all ranks.
         stop_votes: ranks that were asked to stop.
         data_wait_s: host seconds this rank waited for its batches.
         started: the device's clock at the start of the step.
-        exposed_wait: marks around the wait for gradients; None for a single rank.
+        exposed_wait: marks around the wait for gradients; None where there is none, or it is not known.
     """
 
     loss_sum: torch.Tensor
@@ -53,12 +57,14 @@ class Stepper:
     """Everything one step needs."""
 
     decoder: Decoder
-    data_parallel: DataParallel
+    sync: GradientSync
     optimizer: torch.optim.Optimizer
     group: ProcessGroup
+    mesh: Mesh
     device: torch.device
     num_microbatches: int
     max_norm: float
+    pipeline: Pipeline | None
 
     def step(
         self,
@@ -74,47 +80,37 @@ class Stepper:
         so that neither the number of ranks nor the micro-batch split changes the gradient.
 
         Args:
-            on_gradients: called when the parameters hold the gradient of the whole global batch, not clipped yet.
+            on_gradients: called when this rank holds its part of the gradient of the whole global batch, not clipped
+                yet.
         """
         started = mark(self.device)
         with record_function("drivetrain/fetch"):
             before = time.perf_counter()
             micro_batches = [next(batches) for _ in range(self.num_microbatches)]
             data_wait_s = time.perf_counter() - before
+        # Ranks that hold one model together have the same batches: the first of them counts for all.
+        counted = micro_batches if self.mesh.is_first_of_model else []
         totals = self.group.start_sum(
             [
-                sum(batch.num_valid_tokens for batch in micro_batches),
-                sum(batch.token_ids.numel() for batch in micro_batches),
-                sum(batch.sum_squared_lengths for batch in micro_batches),
+                sum(batch.num_valid_tokens for batch in counted),
+                sum(batch.token_ids.numel() for batch in counted),
+                sum(batch.sum_squared_lengths for batch in counted),
                 int(stop_requested),
             ]
         )
         set_learning_rate(self.optimizer, learning_rate)
-
-        loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
-        counts: list[int] = []
-        for index, host_batch in enumerate(micro_batches):
-            with record_function("drivetrain/h2d"):
-                batch = host_batch.to(self.device)
-            with self.data_parallel.micro_batch(last=index == self.num_microbatches - 1):
-                with record_function("drivetrain/forward"):
-                    loss = self.data_parallel.loss_sum(batch)
-                if not counts:
-                    with record_function("drivetrain/sync"):
-                        counts = totals.wait()
-                with record_function("drivetrain/backward"):
-                    self.data_parallel.backward(loss, counts[0])
-            loss_sum += loss.detach()
-
+        loss_sum, counts = self._forward_and_backward(micro_batches, totals)
+        with record_function("drivetrain/backward"):
+            self.sync.finish()
         if on_gradients is not None:
             on_gradients()
         with record_function("drivetrain/optimizer"):
-            grad_norm, clip_coefficient = clip_gradients(self.decoder.parameters(), self.max_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        wait = self.data_parallel.exposed_wait
+            grad_norm, clip_coefficient = clip_held_gradients(
+                self.sync.gradients(), self.max_norm, self.mesh, self.sync.traffic
+            )
+            self.sync.step(self.optimizer)
         return StepFigures(
-            loss_sum=loss_sum,
+            loss_sum=loss_sum if self.mesh.is_first_of_model else torch.zeros_like(loss_sum),
             grad_norm=grad_norm,
             clip_coefficient=clip_coefficient,
             valid_tokens=counts[0],
@@ -124,5 +120,49 @@ class Stepper:
             learning_rate=learning_rate,
             data_wait_s=data_wait_s,
             started=started,
-            exposed_wait=wait.take() if wait is not None else None,
+            exposed_wait=self._exposed_wait(),
         )
+
+    def _exposed_wait(self) -> tuple[Mark, Mark] | None:
+        """The wait for gradients, where it is all that this rank waits for: ranks that hold one model together wait for
+        each other in every layer."""
+        alone = self.mesh.size("tp") == self.mesh.size("cp") == self.mesh.size("pp") == 1
+        return self.sync.exposed_wait() if alone else None
+
+    def _forward_and_backward(
+        self, micro_batches: Sequence[Batch], totals: PendingSum
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Sum of the loss over this rank's batches, and the totals over all ranks."""
+        if self.pipeline is not None:
+            return self._through_pipeline(self.pipeline, micro_batches, totals)
+        loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
+        counts: list[int] = []
+        for index, host_batch in enumerate(micro_batches):
+            with record_function("drivetrain/h2d"):
+                batch = host_batch.to(self.device)
+            with self.sync.micro_batch(last=index == self.num_microbatches - 1):
+                with record_function("drivetrain/forward"):
+                    loss = self.decoder.loss_sum(batch)
+                if not counts:
+                    with record_function("drivetrain/sync"):
+                        counts = totals.wait()
+                with record_function("drivetrain/backward"):
+                    self.backward(loss, counts[0])
+            loss_sum += loss.detach()
+        return loss_sum, counts
+
+    def _through_pipeline(
+        self, pipeline: Pipeline, micro_batches: Sequence[Batch], totals: PendingSum
+    ) -> tuple[torch.Tensor, list[int]]:
+        with record_function("drivetrain/h2d"):
+            batches = [batch.to(self.device) for batch in micro_batches]
+        with record_function("drivetrain/sync"):
+            counts = totals.wait()
+        # Whole gradients are there when the schedule has ended: nothing may travel before.
+        with self.sync.micro_batch(last=False), record_function("drivetrain/pipeline"):
+            loss_sum = pipeline.run(batches, counts[0])
+        return loss_sum, counts
+
+    def backward(self, loss_sum: torch.Tensor, valid_tokens: int) -> None:
+        """Add this rank's part of the gradient: of ``loss_sum`` over the ``valid_tokens`` of all ranks."""
+        (loss_sum * (1 / max(valid_tokens, 1))).backward()

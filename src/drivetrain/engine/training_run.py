@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from drivetrain.archive.heartbeat import Heartbeat
 from drivetrain.archive.writer import RunWriter
 from drivetrain.config import RunConfig, tokens_per_step, total_tokens
-from drivetrain.engine.checkpoint import save_checkpoint
+from drivetrain.engine.checkpoint import CheckpointSaver, Saved, held_state
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.loader import BatchLoader
 from drivetrain.engine.devices import Device
@@ -20,8 +20,10 @@ from drivetrain.engine.evaluation import Evaluation, evaluate
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimisations.in_effect import Optimisations, finding_of
+from drivetrain.engine.parallel.gathering import whole_tensors
+from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup
-from drivetrain.engine.probe import write_gradients, write_probe
+from drivetrain.engine.probe import losses_of_places, measure_leak, write_gradients, write_leak
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import StepFigures, Stepper
@@ -73,6 +75,7 @@ class TrainingRun:
     path: Path
     config: RunConfig
     group: ProcessGroup
+    mesh: Mesh
     device: Device
     corpus: Corpus
     decoder: Decoder
@@ -80,6 +83,7 @@ class TrainingRun:
     optimisations: Optimisations
     stepper: Stepper
     recorder: Recorder
+    saver: CheckpointSaver
     progress: Progress
     resumed: bool
     logbook: Logbook
@@ -115,8 +119,8 @@ class TrainingRun:
             self.config,
             self.corpus,
             "train",
-            rank=self.group.ranks.rank,
-            world_size=self.group.size,
+            rank=self.mesh.index("dp"),
+            world_size=self.mesh.size("dp"),
             start_sample=self.progress.samples,
             num_samples=remaining,
             num_workers=self.optimisations.building.num_workers,
@@ -138,19 +142,48 @@ class TrainingRun:
         for finding in filter(None, map(finding_of, records)):
             self.logbook.warn(finding)
 
+    @property
+    def _rank_0_has_all(self) -> bool:
+        """Whether rank 0 can look at losses and gradients of the model without the others."""
+        return self.mesh.size("dp") == self.group.size and self.config.parallelism.zero_stage == 0
+
     def probe_leak(self) -> None:
         """Before the first step of a probed run: whether a loss sees other documents or later tokens."""
-        if not self.probed or self.progress.step > 0 or not self.group.is_main:
+        if not self.probed or self.progress.step > 0 or (self._rank_0_has_all and not self.group.is_main):
             return
-        leak = write_probe(self.path, self.config, self.corpus, self.decoder)
+        losses = None if self._rank_0_has_all else self._losses_over_ranks
+        leak = measure_leak(self.config, self.corpus, self.decoder, losses)
+        if not self.group.is_main:
+            return
+        write_leak(self.path, leak)
         if leak.verdict != "clean":
             self.logbook.warn(f"leak probe: {leak.verdict}: {leak.why}")
 
+    def _losses_over_ranks(self, batch: Batch) -> torch.Tensor:
+        """The loss of every place, from the ranks that hold the first replica of the model. Collective."""
+        pipeline = self.stepper.pipeline
+        run = self.decoder.loss_sum if pipeline is None else lambda batch: pipeline.evaluate([batch])
+        losses = losses_of_places(self.decoder, run, batch)
+        counts = self.mesh.index("tp") == self.mesh.index("cp") == self.mesh.index("dp") == 0
+        if losses is None or not counts:
+            losses = torch.zeros(batch.labels.shape, dtype=torch.float64)
+        self.group.sum_(losses)
+        return losses
+
     def take_gradients(self, step: int) -> Callable[[], None] | None:
         """What keeps the gradients of ``step``, where they are to be kept: those of the first of a probed run."""
-        if not self.probed or step != 1 or not self.group.is_main:
+        if not self.probed or step != 1 or (self._rank_0_has_all and not self.group.is_main):
             return None
-        return lambda: write_gradients(self.path, self.decoder)
+        return self._write_gradients
+
+    def _write_gradients(self) -> None:
+        held = self.stepper.sync.gradients()
+        if self._rank_0_has_all:
+            write_gradients(self.path, {name: one.tensor for name, one in held.items()})
+            return
+        whole = dict(whole_tensors(self.config.model, held, self.mesh, self.group))
+        if self.group.is_main:
+            write_gradients(self.path, whole)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Loss on held-out text, recorded as an event. The time counts as maintenance."""
@@ -161,14 +194,21 @@ class TrainingRun:
                 self.config,
                 self.corpus,
                 "validation",
-                rank=self.group.ranks.rank,
-                world_size=self.group.size,
+                rank=self.mesh.index("dp"),
+                world_size=self.mesh.size("dp"),
                 start_sample=0,
                 num_samples=training.eval_iters * training.global_batch_size,
             ) as loader,
         ):
             result = evaluate(
-                self.decoder, loader, self.group, self.device.torch_device, self.corpus.bytes_per_token()
+                self.decoder,
+                loader,
+                self.group,
+                self.device.torch_device,
+                self.corpus.bytes_per_token(),
+                counts=self.mesh.is_first_of_model,
+                pipeline=self.stepper.pipeline,
+                batches_at_once=self.stepper.num_microbatches if self.stepper.pipeline is not None else 1,
             )
         self.logbook.event(
             "evaluation",
@@ -189,23 +229,31 @@ class TrainingRun:
         return result
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint, recorded as an event. The time counts as maintenance."""
+        """Save a checkpoint, or begin to; events tell of those that are whole. The time counts as maintenance."""
         self.recorder.flush(progress)
         with self._maintenance("checkpoint"):
-            path = save_checkpoint(
-                self.checkpoint_folder,
-                progress.step,
-                model=self.config.model,
-                decoder=self.decoder,
-                optimizer=self.optimizer,
-                trainer_state=progress.to_dict(),
-                keep_latest_k=self.config.checkpoint.keep_latest_k,
-                tokenizer_file=self.corpus.tokenizer_file,
-                rank=self.group.ranks.rank,
-                world_size=self.group.size,
-                barrier=self.group.barrier,
+            whole = self.saver.save(
+                progress.step, held_state(self.stepper.sync, self.optimizer), progress.to_dict()
             )
-        self.logbook.event("checkpoint", step=progress.step, path=path.name)
+        self._note_checkpoints(whole)
+
+    def note_finished_save(self) -> None:
+        """An event when the checkpoint that was being written is whole by now. Does not wait."""
+        if self.group.is_main and (saved := self.saver.newly_whole()) is not None:
+            self._note_checkpoints([saved])
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if any; EnvironmentFault on every rank when it failed."""
+        if not self.saver.is_writing:
+            return
+        with self._maintenance("checkpoint"):
+            whole = self.saver.finish()
+        self._note_checkpoints(whole)
+
+    def _note_checkpoints(self, whole: Sequence[Saved]) -> None:
+        for saved in whole:
+            written = {} if saved.write_s is None else {"write_s": saved.write_s}
+            self.logbook.event("checkpoint", step=saved.step, path=saved.path.name, **written)
 
     @contextmanager
     def _maintenance(self, kind: str) -> Iterator[None]:

@@ -74,7 +74,7 @@ def test_borders_that_the_batch_has_lost_are_found() -> None:
 
 
 def test_attention_that_sees_the_future_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def both_ways(q: Any, k: Any, v: Any, documents: int, dropout: float) -> Any:
+    def both_ways(q: Any, k: Any, v: Any, documents: int, *dropout: Any) -> Any:
         q, k, v = (x.reshape(documents, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2).flatten(0, 1)

@@ -22,7 +22,6 @@ from drivetrain.errors import CheckpointError
 __all__ = [
     "find_latest",
     "new_temporary",
-    "open_temporary",
     "prune",
     "publish",
     "remove_leftovers",
@@ -107,13 +106,6 @@ def new_temporary(folder: Path, step: int) -> Path:
     temporary = folder / f".tmp-{step_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
     temporary.mkdir()
     return temporary
-
-
-def open_temporary(folder: Path, step: int) -> Path | None:
-    """The folder that :func:`new_temporary` made, maybe in another process; None if there is none."""
-    attempts = _attempts(folder, step)
-    assert len(attempts) <= 1, attempts
-    return attempts[0] if attempts else None
 
 
 def _attempts(folder: Path, step: int) -> list[Path]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drivetrain.config.model import ModelConfig
 from drivetrain.engine.model.attention_products import attention_by_products, pays
+from drivetrain.engine.model.dropout import AttentionFactors
 from drivetrain.engine.model.linear import Linear
 from drivetrain.engine.model.norm import make_norm
 from drivetrain.engine.model.rotary import Rotation, rotate
@@ -38,19 +39,47 @@ class DocumentLayout:
         self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
 
 
-def attend_run(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: int, dropout: float) -> Tensor:
+def attend_run(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGK: Tensor,
+    documents: int,
+    dropout: float,
+    factors: AttentionFactors | None = None,
+) -> Tensor:
     """Causal attention inside each of ``documents`` equally long documents; returns (T, H, K)."""
     if dropout == 0.0 and pays(q_THK, documents):
         return attention_by_products(q_THK, k_TGK, v_TGK, documents)
     q, k, v = (x.reshape(documents, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
     grouped = q_THK.shape[1] != k_TGK.shape[1]
+    if dropout > 0.0 and factors is not None:
+        out = _weighted_by(q, k, v, factors(q_THK, documents))
+        return out.transpose(1, 2).flatten(0, 1)
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def _weighted_by(q_NHLK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor, factors_NHLL: Tensor) -> Tensor:
+    """Causal attention whose weights are multiplied by ``factors_NHLL`` after the softmax: (N, H, L, K)."""
+    heads_per_group = q_NHLK.shape[1] // k_NGLK.shape[1]
+    k_NHLK, v_NHLK = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_NGLK, v_NGLK))
+    scores_NHLL = (q_NHLK * q_NHLK.shape[-1] ** -0.5) @ k_NHLK.transpose(-2, -1)
+    later_LL = torch.ones(scores_NHLL.shape[-2:], dtype=torch.bool, device=q_NHLK.device).triu(1)
+    weights_NHLL = scores_NHLL.masked_fill(later_LL, float("-inf")).softmax(dim=-1)
+    out_NHLK: Tensor = (weights_NHLL * factors_NHLL) @ v_NHLK
+    return out_NHLK
+
+
 # Compiled blocks break their graph here, so that a new packing of documents compiles nothing anew.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, layout: DocumentLayout, dropout: float) -> Tensor:
+def attend(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGK: Tensor,
+    layout: DocumentLayout,
+    dropout: float,
+    factors: AttentionFactors | None = None,
+) -> Tensor:
     """Causal attention of each query to its own document, scaled by 1/sqrt(K).
 
     Args:
@@ -58,17 +87,18 @@ def attend(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, layout: DocumentLayout, 
         k_TGK, v_TGK: keys and values, (T, G, K), of the queries' dtype; head h reads group h // (H / G).
         layout: document borders.
         dropout: probability that an attention weight is dropped.
+        factors: draws which are; None leaves it to torch.
 
     Returns:
         (T, H, K) in the queries' dtype.
     """
     if len(layout.runs) == 1:
-        return attend_run(q_THK, k_TGK, v_TGK, layout.runs[0][0], dropout)
+        return attend_run(q_THK, k_TGK, v_TGK, layout.runs[0][0], dropout, factors)
     # split, not slices: its backward is one concatenation instead of a zero-filled tensor per document.
     tokens = [documents * length for documents, length in layout.runs]
     queries, keys, values = (torch.split(x, tokens) for x in (q_THK, k_TGK, v_TGK))
     pieces = zip(queries, keys, values, layout.runs, strict=True)
-    return torch.cat([attend_run(q, k, v, documents, dropout) for q, k, v, (documents, _) in pieces])
+    return torch.cat([attend_run(q, k, v, documents, dropout, factors) for q, k, v, (documents, _) in pieces])
 
 
 class Attention(nn.Module):

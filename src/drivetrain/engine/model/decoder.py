@@ -1,6 +1,6 @@
 """The decoder-only transformer: the Llama and the GPT family are settings of one class."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from drivetrain.config.model import ModelConfig
 from drivetrain.engine.model.attention import Attention, DocumentLayout, attend
 from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.model.dropout import AttentionFactors, Dropout
 from drivetrain.engine.model.linear import Linear
-from drivetrain.engine.model.loss import linear_cross_entropy_sum
+from drivetrain.engine.model.loss import OutputHead
 from drivetrain.engine.model.mlp import make_mlp
-from drivetrain.engine.model.norm import make_norm
+from drivetrain.engine.model.norm import LayerNorm, RMSNorm, make_norm
 from drivetrain.engine.model.rotary import Rotation, rotation
 
 __all__ = ["Block", "Decoder", "Embedding"]
@@ -32,27 +33,31 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, pre-norm: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """One layer, pre-norm: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Attributes:
+        attention_factors: draws the dropout of attention weights where it is not torch's own.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.hidden_dropout = model.hidden_dropout
         self.attention_dropout = model.attention_dropout
+        self.attention_factors: AttentionFactors | None = None
         self.attention_norm = make_norm(model, model.hidden_size)
         self.attention = Attention(model)
         self.mlp_norm = make_norm(model, model.hidden_size)
         self.mlp = make_mlp(model)
+        self.after_attention = Dropout(model.hidden_dropout)
+        self.after_mlp = Dropout(model.hidden_dropout)
 
     def forward(self, x_TD: Tensor, layout: DocumentLayout, turn: Rotation | None) -> Tensor:
         """(T, D) to (T, D) in the same dtype."""
         q_THK, k_TGK, v_TGK = self.attention.project(self.attention_norm(x_TD), turn)
         dropout = self.attention_dropout if self.training else 0.0
-        out_THK = attend(q_THK, k_TGK, v_TGK, layout, dropout)
-        x_TD = x_TD + self._drop(self.attention.output(out_THK.flatten(1)))
-        return x_TD + self._drop(self.mlp(self.mlp_norm(x_TD)))
-
-    def _drop(self, x_TD: Tensor) -> Tensor:
-        return F.dropout(x_TD, self.hidden_dropout, self.training) if self.hidden_dropout else x_TD
+        out_THK = attend(q_THK, k_TGK, v_TGK, layout, dropout, self.attention_factors)
+        x_TD = x_TD + self.after_attention(self.attention.output(out_THK.flatten(1)))
+        out_TD: Tensor = x_TD + self.after_mlp(self.mlp(self.mlp_norm(x_TD)))
+        return out_TD
 
 
 class Decoder(nn.Module):
@@ -65,7 +70,8 @@ class Decoder(nn.Module):
     Attributes:
         model: the configuration it was built from.
         compute_dtype: dtype of activations and logits.
-        blocks: the layers, ``"0"`` to ``str(num_layers - 1)``.
+        blocks: the layers, ``"0"`` to ``str(num_layers - 1)``; those that are left after ``keep_part``.
+        embedding, final_norm: None where ``keep_part`` has dropped them.
     """
 
     def __init__(self, model: ModelConfig, compute_dtype: torch.dtype) -> None:
@@ -77,11 +83,13 @@ class Decoder(nn.Module):
         width = model.hidden_size
         learned = model.position_embedding_type == "learned_absolute"
         untied = model.untie_embeddings_and_output_weights
-        self.embedding = Embedding(model.vocab_size, width)
+        self.embedding: Embedding | None = Embedding(model.vocab_size, width)
         self.position_embedding = Embedding(model.max_positions, width) if learned else None
         self.blocks = nn.ModuleDict({str(index): Block(model) for index in range(model.num_layers)})
-        self.final_norm = make_norm(model, width)
+        self.final_norm: RMSNorm | LayerNorm | None = make_norm(model, width)
         self.output = Linear(width, model.vocab_size, bias=False) if untied else None
+        self.after_embedding = Dropout(model.hidden_dropout)
+        self.head = OutputHead()
         if compute_dtype == torch.float64:
             self.double()
 
@@ -96,7 +104,7 @@ class Decoder(nn.Module):
             (B, S, V) in the compute dtype.
         """
         hidden_TD = self.hidden_states(batch, input_embeddings)
-        logits_TV = F.linear(hidden_TD, self._output_weight())
+        logits_TV = self.head.logits(hidden_TD, self._output_weight())
         return logits_TV.view(*batch.token_ids.shape, -1)
 
     def loss_sum(self, batch: Batch, input_embeddings: Tensor | None = None) -> Tensor:
@@ -105,31 +113,56 @@ class Decoder(nn.Module):
         Same arguments as ``forward``. Divide by the number of valid tokens of the *global* batch: then the
         gradient does not depend on how the batch is split.
         """
-        hidden_TD = self.hidden_states(batch, input_embeddings)
-        return linear_cross_entropy_sum(
-            hidden_TD, self._output_weight(), batch.labels.flatten(), batch.loss_mask.flatten()
-        )
+        return self.loss_of(self.run_blocks(self.embed(batch, input_embeddings), batch), batch)
 
     def hidden_states(self, batch: Batch, input_embeddings: Tensor | None = None) -> Tensor:
         """Output of the final norm, (T, D) in the compute dtype."""
-        position_ids_T = batch.position_ids.flatten()
+        return self._normed(self.run_blocks(self.embed(batch, input_embeddings), batch))
+
+    def embed(self, batch: Batch, input_embeddings: Tensor | None = None) -> Tensor:
+        """What enters the first block, (T, D) in the compute dtype; same arguments as ``forward``."""
         if input_embeddings is None:
+            assert self.embedding is not None, "this part of the model has no embedding"
             x_TD = self.embedding(batch.token_ids.flatten())
         else:
             x_TD = input_embeddings.flatten(0, 1)
-        turn = None
-        if self.position_embedding is None:
-            turn = rotation(self.model, position_ids_T, self.compute_dtype)
-        else:
-            x_TD = x_TD + self.position_embedding(position_ids_T)
-        dropout = self.model.hidden_dropout
-        x_TD = F.dropout(x_TD, dropout, self.training) if dropout else x_TD
-        x_TD = x_TD.to(self.compute_dtype)
-        layout = DocumentLayout(batch.cu_seqlens)
-        for block in self.blocks.values():
-            x_TD = block(x_TD, layout, turn)
-        out_TD: Tensor = self.final_norm(x_TD)
+        if self.position_embedding is not None:
+            x_TD = x_TD + self.position_embedding(batch.position_ids.flatten())
+        out_TD: Tensor = self.after_embedding(x_TD).to(self.compute_dtype)
         return out_TD
+
+    def run_blocks(self, x_TD: Tensor, batch: Batch, layers: Collection[str] | None = None) -> Tensor:
+        """(T, D) through ``layers``, names in ``blocks`` in model order; through all that are here when absent."""
+        turn = None
+        if self.model.position_embedding_type == "rope":
+            turn = rotation(self.model, batch.position_ids.flatten(), self.compute_dtype)
+        layout = DocumentLayout(batch.cu_seqlens)
+        for name in self.blocks if layers is None else layers:
+            x_TD = self.blocks[name](x_TD, layout, turn)
+        return x_TD
+
+    def loss_of(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """``loss_sum`` from the output of the last block, (T, D)."""
+        labels_T, mask_T = batch.labels.flatten(), batch.loss_mask.flatten()
+        return self.head.cross_entropy_sum(self._normed(x_TD), self._output_weight(), labels_T, mask_T)
+
+    def keep_part(self, layers: Collection[str], *, first: bool, last: bool) -> None:
+        """Drop in place all that a part of the model does not need; what stays keeps its names.
+
+        Args:
+            layers: the names in ``blocks`` that stay.
+            first: keep what ``embed`` needs.
+            last: keep what ``loss_of`` needs, the embedding if it is the output matrix too.
+        """
+        for name in [name for name in self.blocks if name not in layers]:
+            del self.blocks[name]
+        if not first:
+            self.position_embedding = None
+        if not first and not (last and self.output is None):
+            self.embedding = None
+        if not last:
+            self.final_norm = None
+            self.output = None
 
     def compile_blocks(
         self, backend: str | Callable[..., Any] = "inductor", *, name_kernels: bool = False
@@ -148,6 +181,12 @@ class Decoder(nn.Module):
         for block in self.blocks.values():
             block.compile(backend=backend, options=options)
 
+    def _normed(self, x_TD: Tensor) -> Tensor:
+        assert self.final_norm is not None, "this part of the model has no output"
+        out_TD: Tensor = self.final_norm(x_TD)
+        return out_TD
+
     def _output_weight(self) -> Tensor:
         owner = self.embedding if self.output is None else self.output
+        assert owner is not None, "this part of the model has no output"
         return owner.weight.to(self.compute_dtype)

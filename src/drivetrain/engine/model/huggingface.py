@@ -24,6 +24,7 @@ from drivetrain.engine.model.huggingface_state import state_from_huggingface, st
 from drivetrain.errors import CheckpointError, EnvironmentFault
 
 __all__ = [
+    "describe_folder",
     "export_folder",
     "huggingface_architecture",
     "load_weights",
@@ -63,16 +64,35 @@ def export_folder(
         EnvironmentFault: the disk is full or not writable.
     """
     folder = Path(path)
-    config = config_to_huggingface(model)
+    config_to_huggingface(model)  # raises before anything is written
     taken = [name for name in ("config.json", _WEIGHTS, _INDEX) if (folder / name).exists()]
     if taken:
         raise CheckpointError(f"{folder} holds a model already ({', '.join(taken)}); name another folder")
     tensors = state_to_huggingface(decoder_state, model)
     dtypes = {tensor.dtype for tensor in tensors.values()}
     assert len(dtypes) == 1, f"a state of several dtypes: {dtypes}"
-    token, token_id = (None, None) if tokenizer_file is None else _end_of_document(Path(tokenizer_file))
+    token, token_id = _end_of_document(tokenizer_file)
     folder.mkdir(parents=True, exist_ok=True)
     _save_tensors(tensors, folder, max_shard_bytes)
+    _describe(model, folder, tokenizer_file, dtypes.pop(), token, token_id)
+
+
+def describe_folder(
+    model: ModelConfig, folder: Path, tokenizer_file: Path | None, dtype: torch.dtype
+) -> None:
+    """Write everything but the weights into ``folder``, which holds them already. Errors as ``export_folder``."""
+    token, token_id = _end_of_document(tokenizer_file)
+    _describe(model, folder, tokenizer_file, dtype, token, token_id)
+
+
+def _describe(
+    model: ModelConfig,
+    folder: Path,
+    tokenizer_file: Path | str | None,
+    dtype: torch.dtype,
+    token: str | None,
+    token_id: int | None,
+) -> None:
     if tokenizer_file is not None:
         write_bytes(folder / "tokenizer.json", Path(tokenizer_file).read_bytes())
         write_json(
@@ -86,8 +106,8 @@ def export_folder(
         )
     end = {"bos_token_id": None, "eos_token_id": token_id}
     write_json(folder / "generation_config.json", end)
-    dtype = str(dtypes.pop()).removeprefix("torch.")
-    write_json(folder / "config.json", config | end | {"torch_dtype": dtype})
+    described = config_to_huggingface(model) | end | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    write_json(folder / "config.json", described)
 
 
 def read_config(path: Path | str, seq_length: int | None = None) -> ModelConfig:
@@ -203,9 +223,11 @@ def _read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def _end_of_document(tokenizer_file: Path) -> tuple[str | None, int | None]:
-    """The token that ends a document and its id, where the tokenizer has one."""
-    tokenizer = load_tokenizer(tokenizer_file)
+def _end_of_document(tokenizer_file: Path | str | None) -> tuple[str | None, int | None]:
+    """The token that ends a document and its id, where there is a tokenizer and it has one."""
+    if tokenizer_file is None:
+        return None, None
+    tokenizer = load_tokenizer(Path(tokenizer_file))
     token_id = end_of_document_id(tokenizer)
     return (None if token_id is None else str(tokenizer.id_to_token(token_id))), token_id
 

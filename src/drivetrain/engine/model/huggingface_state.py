@@ -1,6 +1,6 @@
 """Tensor names and layouts of Hugging Face checkpoints, to and from our state dict."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.huggingface_config import GPT2, huggingface_architecture, obstacles
 from drivetrain.errors import CheckpointError
 
-__all__ = ["state_from_huggingface", "state_to_huggingface"]
+__all__ = ["expected_shapes", "parts_of_huggingface", "state_from_huggingface", "state_to_huggingface"]
 
 _ROTARY_LAYER = {
     "attention_norm": "input_layernorm",
@@ -57,7 +57,7 @@ def state_to_huggingface(state: Mapping[str, Tensor], model: ModelConfig) -> dic
         CheckpointError: the model has no Hugging Face equivalent, or ``state`` lacks a parameter, holds another, or
             one of another shape.
     """
-    _check_names("the state", state, _expected_shapes(model))
+    _check_names("the state", state, expected_shapes(model))
     tensors: dict[str, Tensor] = {}
     for theirs, ours in _sources(model).items():
         tensor = torch.cat([state[name] for name in ours]) if len(ours) > 1 else state[ours[0]]
@@ -77,7 +77,7 @@ def state_from_huggingface(tensors: Mapping[str, Tensor], model: ModelConfig) ->
     """
     sources = _sources(model)
     tensors = _in_modern_names(tensors, model)
-    shapes = _expected_shapes(model)
+    shapes = expected_shapes(model)
     expected: dict[str, torch.Size] = {}
     for theirs, ours in sources.items():
         first = shapes[ours[0]]
@@ -92,6 +92,19 @@ def state_from_huggingface(tensors: Mapping[str, Tensor], model: ModelConfig) ->
     return {name: state[name] for name in shapes}
 
 
+def parts_of_huggingface(
+    model: ModelConfig,
+) -> Iterator[tuple[str, Sequence[tuple[str, tuple[int, ...]]], bool]]:
+    """Each Hugging Face tensor: its name, our parameters (name and shape) whose rows it stacks, whether transposed.
+
+    Raises:
+        CheckpointError: the model has no Hugging Face equivalent.
+    """
+    shapes = expected_shapes(model)
+    for theirs, ours in _sources(model).items():
+        yield theirs, [(name, tuple(shapes[name])) for name in ours], theirs.endswith(_GPT2_TRANSPOSED)
+
+
 def _sources(model: ModelConfig) -> dict[str, list[str]]:
     """For each Hugging Face tensor the parameters of ours it consists of, stacked along their rows."""
     architecture = huggingface_architecture(model)
@@ -101,7 +114,7 @@ def _sources(model: ModelConfig) -> dict[str, list[str]]:
     ends, layer_names = (_GPT2_ENDS, _GPT2_LAYER) if gpt2 else (_ROTARY_ENDS, _ROTARY_LAYER)
     prefix = "transformer.h" if gpt2 else "model.layers"
     sources: dict[str, list[str]] = {}
-    for name in _expected_shapes(model):
+    for name in expected_shapes(model):
         module, kind = name.rsplit(".", 1)
         if module in ends:
             sources[f"{ends[module]}.{kind}"] = [name]
@@ -113,7 +126,8 @@ def _sources(model: ModelConfig) -> dict[str, list[str]]:
     return sources
 
 
-def _expected_shapes(model: ModelConfig) -> dict[str, torch.Size]:
+def expected_shapes(model: ModelConfig) -> dict[str, torch.Size]:
+    """Shape of every parameter of a decoder of ``model``, by name; nothing is allocated."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in Decoder(model, torch.float32).state_dict().items()}
 

@@ -2,19 +2,29 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from drivetrain.config.model import ModelConfig
 from drivetrain.engine.model.decoder import Decoder
 
-__all__ = ["initialize", "parameter_generator"]
+__all__ = ["initial_value", "initialize", "parameter_generator"]
 
 RESIDUAL_OUTPUTS = (".attention.output.weight", ".mlp.down.weight")
 
 
 def initialize(decoder: Decoder, seed: int) -> None:
-    """Fill every parameter of ``decoder`` in place.
+    """Fill every parameter of ``decoder``, which is whole, in place with its :func:`initial_value`."""
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
+            parameter.copy_(initial_value(decoder.model, name, parameter.shape, seed))
+
+
+def initial_value(model: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """What the whole parameter called ``name`` starts from: ``shape``, fp32, on the CPU.
 
     Matrices and embeddings: normal, standard deviation ``model.init_method_std``; those that write into the
     residual stream (attention output, MLP down) divided by sqrt(2 x num_layers), as in GPT-2 and Megatron.
@@ -22,21 +32,16 @@ def initialize(decoder: Decoder, seed: int) -> None:
 
     The numbers of a parameter depend on ``seed`` and its name alone: not on the order of construction, on
     other parameters, on the device, the number of threads or the compute dtype (an fp64 model holds the
-    same fp32 numbers). They are drawn on the CPU and copied.
+    same fp32 numbers), and not on the layout: a rank that holds a part takes it out of the whole.
     """
-    model = decoder.model
+    owner, kind = name.split(".")[-2:]
+    if kind == "bias":
+        return torch.zeros(tuple(shape))
+    if owner.endswith("norm"):
+        return torch.ones(tuple(shape))
     residual_std = model.init_method_std / math.sqrt(2 * model.num_layers)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
-            owner, kind = name.split(".")[-2:]
-            if kind == "bias":
-                parameter.zero_()
-            elif owner.endswith("norm"):
-                parameter.fill_(1.0)
-            else:
-                std = residual_std if name.endswith(RESIDUAL_OUTPUTS) else model.init_method_std
-                parameter.copy_(_normal(parameter.shape, std, parameter_generator(seed, name)))
+    std = residual_std if name.endswith(RESIDUAL_OUTPUTS) else model.init_method_std
+    return _normal(shape, std, parameter_generator(seed, name))
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:
@@ -45,5 +50,5 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std)
+def _normal(shape: Sequence[int], std: float, generator: torch.Generator) -> Tensor:
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu").mul_(std)

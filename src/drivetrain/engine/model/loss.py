@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["linear_cross_entropy_sum"]
+__all__ = ["LOGITS_PER_CHUNK", "LOGITS_PER_CHUNK_ELSEWHERE", "OutputHead", "linear_cross_entropy_sum"]
 
 LOGITS_PER_CHUNK = {"cpu": 1 << 19}
 """Logits held in fp32 at once. On a CPU 2 MB: they stay in a core's cache, and malloc reuses them without
@@ -43,6 +43,20 @@ def linear_cross_entropy_sum(
         hidden_TD, weight_VD, labels_T, mask_T, needs_gradient
     )
     return loss
+
+
+class OutputHead:
+    """What a decoder computes from the output of its final norm (T, D) and its output matrix (V, D)."""
+
+    def logits(self, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        """(T, V) in the dtype of both."""
+        return F.linear(hidden_TD, weight_VD)
+
+    def cross_entropy_sum(
+        self, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor
+    ) -> Tensor:
+        """As :func:`linear_cross_entropy_sum`."""
+        return linear_cross_entropy_sum(hidden_TD, weight_VD, labels_T, mask_T)
 
 
 def _chunk_loss(logits_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) to the same shape and dtype."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.epsilon)
+        return self.normalise(x, self.weight)
+
+    def normalise(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``forward`` with ``weight`` in the place of the own one."""
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.epsilon)
 
 
 class LayerNorm(nn.Module):
@@ -33,9 +37,11 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) to the same shape and dtype."""
-        return F.layer_norm(
-            x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon
-        )
+        return self.normalise(x, self.weight, self.bias)
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """``forward`` with ``weight`` and ``bias`` in the place of the own ones."""
+        return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), self.epsilon)
 
 
 def make_norm(model: ModelConfig, size: int) -> RMSNorm | LayerNorm:

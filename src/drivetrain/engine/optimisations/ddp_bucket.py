@@ -1,4 +1,4 @@
-"""The size of the buckets in which DistributedDataParallel reduces gradients."""
+"""The size of the buckets in which gradients are reduced over data-parallel ranks."""
 
 from drivetrain.engine.optimisations.implementation import Building, Implementation, Status
 

@@ -43,6 +43,7 @@ class Building:
         fused_update: whether the optimizer updates with one fused kernel.
         bucket_size_mb: gradients are reduced in buckets of this size (MB, 1e6 bytes); None: when backward has ended.
         num_workers: processes that build batches; 0: this one does.
+        async_save: whether a thread writes checkpoints while training goes on.
         decoder: from the stage ``model`` on.
         loader: of the training batches, from the first step on.
     """
@@ -54,6 +55,7 @@ class Building:
     fused_update: bool = False
     bucket_size_mb: float | None = None
     num_workers: int = 0
+    async_save: bool = False
     decoder: Decoder | None = None
     loader: BatchLoader | None = None
 

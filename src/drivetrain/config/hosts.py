@@ -1,0 +1,35 @@
+"""Which rank lies on which machine, and which groups leave one: links inside a machine are the fast ones."""
+
+from drivetrain.config.layout import Layout
+from drivetrain.config.rules import LaunchFacts
+
+__all__ = ["crossing_groups", "host_of", "ranks_per_host"]
+
+
+def ranks_per_host(facts: LaunchFacts) -> int:
+    """Processes on each machine; torchrun numbers those of a machine one after the other."""
+    return facts.local_world_size or facts.world_size
+
+
+def host_of(rank: int, per_host: int) -> int:
+    """Number of the machine of ``rank``."""
+    return rank // per_host
+
+
+def crossing_groups(layout: Layout, per_host: int) -> list[str]:
+    """A warning where tensor-parallel groups lie on several machines, with what would keep them on one."""
+    crossing = [
+        group for group in layout.groups("tp") if len({host_of(rank, per_host) for rank in group}) > 1
+    ]
+    if not crossing:
+        return []
+    shown = ", ".join(map(str, crossing[0][:8])) + (", ..." if len(crossing[0]) > 8 else "")
+    if layout.tp > per_host or per_host % layout.tp:
+        legal = [size for size in range(1, min(layout.tp, per_host) + 1) if per_host % size == 0]
+        remedy = f"tensor_model_parallel_size = {legal[-1]} would stay on a machine of {per_host} processes"
+    else:
+        remedy = "parallelism.rank_order = tp-cp-pp-dp keeps each of them on one"
+    return [
+        f"{len(crossing)} of {len(layout.groups('tp'))} tensor-parallel groups lie on several machines (the first is "
+        f"{shown}), and they communicate in every layer; {remedy}"
+    ]

@@ -1,0 +1,230 @@
+"""ZeRO stage 3 by FSDP2: parameters, gradients and moments are cut by rows over the ranks of ``dp_shard``.
+
+Each block is a unit: its parameters are gathered before it runs and dropped after. What is left (embeddings, final
+norm, output) is one more unit, which stays gathered from the beginning of forward to the end of backward. Over
+``dp_replicate`` the gradients of equal shards are summed (HSDP).
+
+Four habits of FSDP2 are undone or used here: it averages gradients, and ours are sums; it takes ``forward`` alone for a
+forward; after a forward without backward its root stays gathered; and what it communicates it tells nobody.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from drivetrain.engine.parallel.buckets import rows_of_part
+from drivetrain.engine.parallel.flat_collectives import all_gather_flat, reduce_scatter_flat
+from drivetrain.engine.parallel.gradient_sync import Held
+from drivetrain.engine.parallel.mesh import Mesh
+from drivetrain.engine.parallel.placement import Placement, Shard
+from drivetrain.engine.parallel.traffic import Traffic
+from drivetrain.engine.timing import Mark
+
+__all__ = ["FullySharded"]
+
+
+class _Allocation:
+    """Where FSDP2 takes the buffers of its collectives from."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CountedAllGather(_Allocation):
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._traffic.record("dp_shard", "all_gather", input_tensor.nbytes)
+        work: dist.Work | None = all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class _CountedReduceScatter(_Allocation):
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._traffic.record("dp_shard", "reduce_scatter", input_tensor.nbytes)
+        work: dist.Work | None = reduce_scatter_flat(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        return work
+
+
+class FullySharded:
+    """Stage 3 over plain parameters, which become this rank's rows of them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        mesh: Mesh,
+        placements: Mapping[str, Placement],
+        traffic: Traffic,
+        *,
+        stages: Sequence[tuple[nn.Module, Sequence[nn.Module]]] = (),
+        forward_methods: Sequence[str] = ("loss_sum",),
+        reshard_after_forward: bool = True,
+        reduce_each_micro_batch: bool = False,
+        prefetch: int = 0,
+    ) -> None:
+        """
+        Args:
+            module: its parameters are plain and of one dtype. Build the optimizer afterwards.
+            blocks: submodules that are units of their own, in the order of use.
+            placements: of its parameters over the other dimensions (tensor parallelism ...); whole where absent.
+            stages: where a pipeline schedule runs parts of the module instead of the module: each part with the blocks
+                in it. They share submodules with it, and no parameter with each other.
+            forward_methods: methods besides ``forward`` by which the module is entered. No two of them may call each
+                other.
+            reshard_after_forward: drop a block's parameters after forward and gather them again for backward. Must be
+                off under zero-bubble schedules, whose backward in two halves would read freed memory.
+            reduce_each_micro_batch: gradients travel with each micro-batch, so that whole ones never outlive it.
+            prefetch: blocks ahead whose gather is begun early. Without effect on a CPU, where each gather is waited
+                for at once.
+        """
+        assert mesh.size("dp_shard") > 1, "there is nothing to shard"
+        named = [
+            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
+        ]
+        assert not list(module.buffers()), "buffers are not kept equal over the ranks"
+        self.traffic = traffic
+        self._module = module
+        self._names = [name for name, _ in named]
+        self._each = reduce_each_micro_batch
+        self._placements = {
+            name: _cut_by_rows(placements.get(name, Placement(tuple(parameter.shape))), parameter, mesh)
+            for name, parameter in named
+        }
+        self._scheduled = bool(stages)
+        self._roots: list[FSDPModule] = []
+        self._units: list[FSDPModule] = []
+        device_mesh = mesh.submesh("dp_replicate", "dp_shard")
+        for root, inner in stages or [(module, blocks)]:
+            assert not any(isinstance(value, DTensor) for value in root.parameters()), (
+                "two stages of this rank share a parameter, which cannot belong to both: a tied embedding whose both "
+                "ends are on one rank"
+            )
+            for block in inner:
+                fully_shard(block, mesh=device_mesh, reshard_after_forward=reshard_after_forward)
+            fully_shard(root, mesh=device_mesh, reshard_after_forward=False)
+            assert isinstance(root, FSDPModule)
+            self._roots.append(root)
+            for unit in root.modules():
+                if isinstance(unit, FSDPModule):
+                    self._set_up(unit, hybrid=mesh.size("dp_replicate") > 1)
+            if prefetch:
+                _prefetch([block for block in inner if isinstance(block, FSDPModule)], prefetch)
+        if not stages:
+            for method in forward_methods:
+                register_fsdp_forward_method(module, method)
+
+    def _set_up(self, unit: FSDPModule, *, hybrid: bool) -> None:
+        """Each of these settings is that of one unit, not of the units in it."""
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_custom_all_gather(_CountedAllGather(self.traffic))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(_CountedReduceScatter(self.traffic))  # type: ignore[arg-type]
+        self._units.append(unit)
+        if hybrid:
+            unit.set_all_reduce_hook(self._count_all_reduce)
+
+    def _count_all_reduce(self, share: Tensor) -> None:
+        self.traffic.record("dp_replicate", "all_reduce", share.nbytes)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch, or of all those that a schedule runs."""
+        if not self._scheduled:
+            for root in self._roots:
+                root.set_requires_gradient_sync(last or self._each)
+                root.set_is_last_backward(last)
+        yield
+
+    def finish(self) -> None:
+        """Backward has waited for its reductions itself; what is left is to drop gathered parameters.
+
+        The last micro-batch must have been announced as such: FSDP2 reduces in backward, never after it. A pipeline
+        schedule does the announcing for its stages.
+        """
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def exposed_wait(self) -> tuple[Mark, Mark] | None:
+        """Not known: FSDP2 waits inside backward, unit by unit."""
+        return None
+
+    def updated(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """The sharded parameters (DTensors), in the order of the module."""
+        self._reshard()
+        by_name = dict(self._module.named_parameters())
+        return [(name, by_name[name]) for name in self._names]
+
+    def placements(self) -> Mapping[str, Placement]:
+        """Of parameters, gradients and moments alike."""
+        return self._placements
+
+    def gradients(self) -> Mapping[str, Held]:
+        """This rank's rows."""
+        found = {}
+        for name, parameter in self.updated():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            found[name] = Held(_local(parameter.grad), self._placements[name])
+        return found
+
+    def parameters(self) -> Mapping[str, Held]:
+        """This rank's rows."""
+        return {
+            name: Held(_local(parameter.data), self._placements[name]) for name, parameter in self.updated()
+        }
+
+    def moments(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Held]:
+        """This rank's rows."""
+        return {
+            f"{name}/{key}": Held(_local(value), self._placements[name])
+            for name, parameter in self.updated()
+            for key, value in optimizer.state[parameter].items()
+            if isinstance(value, DTensor)
+        }
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update and drop the gradients; the next forward gathers."""
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _cut_by_rows(whole: Placement, parameter: Tensor, mesh: Mesh) -> Placement:
+    first, count = rows_of_part(parameter.shape[0], mesh.index("dp_shard"), mesh.size("dp_shard"))
+    cut = Shard("dp_shard", 0, whole.slices()[0].start + first, count)
+    return whole.cut(cut).replicated_over("dp_replicate")
+
+
+def _prefetch(units: list[FSDPModule], ahead: int) -> None:
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, number - ahead) : number][::-1])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

@@ -11,6 +11,16 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+
+from drivetrain.archive.atomic import write_json
+from drivetrain.archive.dimensions import DIMENSIONS, format_value
+from drivetrain.archive.reader import open_run
+from drivetrain.archive.writer import RunWriter, append_event
+from drivetrain.report.blocks import Report
+from drivetrain.report.html_page import html_page
+from drivetrain.report.markdown import markdown
+from drivetrain.report.run_records import read_records
+from drivetrain.report.run_report import run_report, summary_document
 from report_samples import (
     CLASSES,
     PROVENANCE,
@@ -24,16 +34,6 @@ from report_samples import (
     summary,
     tune_document,
 )
-
-from drivetrain.archive.atomic import write_json
-from drivetrain.archive.dimensions import DIMENSIONS, format_value
-from drivetrain.archive.reader import open_run
-from drivetrain.archive.writer import RunWriter, append_event
-from drivetrain.report.blocks import Report
-from drivetrain.report.html_page import html_page
-from drivetrain.report.markdown import markdown
-from drivetrain.report.run_records import read_records
-from drivetrain.report.run_report import run_report, summary_document
 
 
 def report_of(path: Path) -> Report:

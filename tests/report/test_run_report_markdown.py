@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from report_samples import finished_run
 
 from drivetrain.archive.reader import open_run
 from drivetrain.report.blocks import (
@@ -23,6 +22,7 @@ from drivetrain.report.blocks import (
 from drivetrain.report.markdown import markdown
 from drivetrain.report.run_records import read_records
 from drivetrain.report.run_report import run_report
+from report_samples import finished_run
 
 
 def report(*blocks: object, title: str = "title") -> Report:

@@ -1,6 +1,7 @@
 """From a configuration to the objects that train it, restored to where the run stands."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -62,7 +63,8 @@ def assemble(
     Raises:
         DrivetrainError: corpus, weights or checkpoints that do not fit; OutOfMemory.
     """
-    mesh = Mesh.form(layout_of(config, group.size), group.ranks.rank, device.type)
+    timeout = timedelta(minutes=config.parallelism.distributed_timeout_minutes)
+    mesh = Mesh.form(layout_of(config, group.size), group.ranks.rank, device.type, timeout)
     seed_everything(config.run.seed, mesh.index("dp"), mesh.index("pp"))
     corpus = ensure_corpus(config.data, config.model)
     _require_same_corpus(corpus, fingerprint)

@@ -1,11 +1,17 @@
 """Process groups of a layout on real ranks: each dimension sums over just the ranks that the layout names."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
+from drivetrain.config import ModelConfig
 from drivetrain.config.layout import DIMENSIONS, Layout
+from drivetrain.engine.parallel.collectives import Group
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import Ranks, join
+from drivetrain.engine.parallel.tensor_parallel import _key_value_replicas
+from drivetrain.engine.parallel.traffic import Traffic
 from rank_processes import on_ranks
 
 
@@ -51,3 +57,30 @@ def test_a_single_process_has_no_groups() -> None:
     assert mesh.device_mesh is None
     assert all(mesh.group(dim) is None and mesh.index(dim) == 0 for dim in DIMENSIONS)
     assert mesh.submesh("dp", "tp") is None
+
+
+def seconds_until_groups_give_up() -> list[float]:
+    """Timeout of this rank's group along each dimension, and of the ranks that share a key and value head."""
+    with join(Ranks.from_environment(), "cpu", 1.0) as processes:
+        mesh = Mesh.form(Layout(tp=2, dp=2), processes.ranks.rank, timeout=timedelta(minutes=1))
+        model = ModelConfig(
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=2,
+            num_query_groups=1,
+            seq_length=8,
+            vocab_size=16,
+        )
+        replicas = _key_value_replicas(
+            model, mesh, Group("tp", mesh.group("tp"), 2, mesh.index("tp"), Traffic())
+        )
+        assert replicas is not None
+        groups = [mesh.group("tp"), mesh.group("dp"), replicas.process_group]
+        return [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # type: ignore[union-attr]
+            for group in groups
+        ]
+
+
+def test_every_group_gives_up_when_the_run_says_so() -> None:
+    assert on_ranks(seconds_until_groups_give_up, 4) == [[60.0] * 3] * 4

@@ -1,9 +1,16 @@
-"""The process groups of a layout: torch's ``DeviceMesh`` under the names of :mod:`drivetrain.config.layout`."""
+"""The process groups of a layout: torch's ``DeviceMesh`` under the names of :mod:`drivetrain.config.layout`.
 
-from dataclasses import dataclass
+The groups are made here and handed to torch's mesh: those that it makes by itself wait for half an hour, whatever the
+run's timeout is, so that a rank that hangs would keep the others for as long.
+"""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain.config.layout import DIMENSIONS, Layout
 
@@ -18,28 +25,38 @@ class Mesh:
         layout: the sizes.
         rank: this process.
         device_mesh: torch's mesh over the dimensions larger than 1, outermost first; None for a single process.
+        timeout: after which a collective of its groups ends the run; None: torch's own.
     """
 
     layout: Layout
     rank: int
     device_mesh: DeviceMesh | None
+    timeout: timedelta | None = None
+    _groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @staticmethod
-    def form(layout: Layout, rank: int, device_type: str = "cpu") -> "Mesh":
+    def form(layout: Layout, rank: int, device_type: str = "cpu", timeout: timedelta | None = None) -> "Mesh":
         """Form the groups. Collective: every rank of the (initialised) default process group calls it.
 
         Args:
             device_type: ``cpu`` or ``cuda``, where the tensors are.
+            timeout: that of the default process group.
         """
         if layout.world_size == 1:
             return Mesh(layout, rank, None)
         assert dist.get_world_size() == layout.world_size, f"{dist.get_world_size()} processes for {layout}"
         names = tuple(name for name in layout.mesh_dimensions if layout.size(name) > 1)
         sizes = tuple(layout.size(name) for name in names)
-        device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        groups = {name: _own_group(layout.groups(name), rank, timeout) for name in names}
         if "dp_shard" in names and "dp_replicate" in names:
-            device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
-        return Mesh(layout, rank, device_mesh)
+            groups["dp"] = _own_group(layout.groups("dp"), rank, timeout)
+        places = torch.arange(layout.world_size).view(sizes)
+        device_mesh = (
+            DeviceMesh.from_group([groups[name] for name in names], device_type, places, mesh_dim_names=names)
+            if len(names) > 1
+            else DeviceMesh.from_group(groups[names[0]], device_type, mesh_dim_names=names)
+        )
+        return Mesh(layout, rank, device_mesh, timeout, groups)
 
     def size(self, dim: str) -> int:
         """Ranks along ``dim`` (tp, cp, pp, dp, dp_shard, dp_replicate)."""
@@ -66,7 +83,7 @@ class Mesh:
         names = self._names(dim)
         if self.device_mesh is None or not names:
             return None
-        return self.device_mesh.get_group(names[0]) if len(names) == 1 else self._flattened_group(dim)
+        return self._groups[names[0] if len(names) == 1 else dim]
 
     def ranks(self, dim: str) -> list[int]:
         """The ranks of this one's group along ``dim``, in the order of ``dim``; itself alone for size 1."""
@@ -78,6 +95,18 @@ class Mesh:
         parts = ("dp_replicate", "dp_shard") if dim == "dp" else (dim,)
         return tuple(part for part in parts if self.layout.size(part) > 1)
 
-    def _flattened_group(self, dim: str) -> dist.ProcessGroup:
-        assert self.device_mesh is not None
-        return self.device_mesh[dim].get_group()
+
+def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """The one of ``groups`` that ``rank`` is in. Every rank makes all of them, in the same order."""
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        # The group of all ranks is there already, and each more costs connections between all of them.
+        made = (
+            dist.group.WORLD
+            if ranks == list(range(dist.get_world_size()))
+            else dist.new_group(ranks, timeout=timeout)
+        )
+        if rank in ranks:
+            own = made
+    assert own is not None, f"rank {rank} is in none of {groups}"
+    return own

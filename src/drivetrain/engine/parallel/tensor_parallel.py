@@ -84,7 +84,8 @@ def _key_value_replicas(model: ModelConfig, mesh: Mesh, group: Group) -> Group |
     count = group.size // model.query_groups
     place = group.index % count
     ranks = mesh.ranks(_DIM)[group.index - place :][:count]
-    return Group(_DIM, dist.new_group(ranks, use_local_synchronization=True), count, place, group.traffic)
+    replicas = dist.new_group(ranks, use_local_synchronization=True, timeout=mesh.timeout)
+    return Group(_DIM, replicas, count, place, group.traffic)
 
 
 class ParallelNorm(nn.Module):

@@ -54,10 +54,11 @@ def steps_done(tiny: Tiny, segment: int) -> int:
 
 
 def kill_a_rank(tiny: Tiny, process: "subprocess.Popen[bytes]", segment: int, after: int, rank: int) -> bool:
-    """SIGKILL to ``rank`` when the segment has ``after`` steps; False if the run ended before."""
+    """SIGKILL to ``rank`` when the segment has ``after`` steps and a checkpoint is whole; False if the run ended."""
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
-        if steps_done(tiny, segment) >= after and rank in (ranks := ranks_of(tiny)):
+        whole = any(tiny.runs.glob("*/checkpoints/step-*"))
+        if whole and steps_done(tiny, segment) >= after and rank in (ranks := ranks_of(tiny)):
             os.kill(ranks[rank], signal.SIGKILL)
             return True
         time.sleep(0.02)
@@ -78,7 +79,9 @@ def kills(tiny: Tiny, num_ranks: int, times: int, seed: int, *overrides: str) ->
     killed = []
     for segment in range(times):
         rank = draw.randrange(num_ranks)
-        assert kill_a_rank(tiny, process, segment, draw.randint(5, 8), rank), process.communicate()
+        if not kill_a_rank(tiny, process, segment, draw.randint(5, 8), rank):
+            process.kill()
+            raise AssertionError(process.communicate()[1].decode())
         killed.append(rank)
     out, errors = process.communicate(timeout=240)
     message = errors.decode()
@@ -109,7 +112,9 @@ def test_restarts_end_and_the_rank_that_failed_is_named_first(tiny: Tiny) -> Non
     settings = [*SETTINGS, "training.train_iters=100000"]
     process = tiny.start("train", str(tiny.file), *settings, "--nproc", "2", "--max-restarts", "1")
     for segment in range(2):
-        assert kill_a_rank(tiny, process, segment, 5, 1)
+        if not kill_a_rank(tiny, process, segment, 5, 1):
+            process.kill()
+            raise AssertionError(process.communicate()[1].decode())
     _, errors = process.communicate(timeout=120)
     message = errors.decode()
     assert process.returncode == 2, message

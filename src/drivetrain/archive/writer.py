@@ -38,6 +38,7 @@ EVENT_KINDS = frozenset(
         "tag",
         "optimisation",
         "alarm",
+        "restart",
     }
 )
 """Kinds of lines in ``events.jsonl``."""

@@ -52,6 +52,16 @@ def train(
         str | None,
         typer.Option("--parent", metavar="RUN", help="The run that this one is a change of; it is recorded."),
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            min=0,
+            max=1_000_000,
+            metavar="N",
+            help="With several processes: when one dies, start all again from the last checkpoint, up to N times.",
+        ),
+    ] = 0,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Train a language model.
@@ -72,6 +82,7 @@ def train(
             dry=dry_run,
             overfit=overfit_batch,
             as_json=json,
+            max_restarts=max_restarts,
             beginning=Beginning(probe=probe, perturb_ulp=perturb_ulp, parent=parent),
         )
     )

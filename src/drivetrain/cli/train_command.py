@@ -81,6 +81,7 @@ def run_train(
     overfit: bool,
     as_json: bool,
     beginning: Beginning = Beginning(),
+    max_restarts: int = 0,
 ) -> int:
     """The verb; returns the exit code."""
     require_torch()
@@ -92,6 +93,10 @@ def run_train(
     )
     beginning.refuse_without_a_new_run("--dry-run" if dry else "--overfit-batch" if overfit else None)
     if Ranks.started_by_torchrun():
+        if max_restarts:
+            raise DrivetrainError(
+                "--max-restarts under torchrun: torchrun restarts the processes by itself; give it to torchrun"
+            )
         return _as_one_rank(source, overrides, as_json, beginning)
     run = _run_to_continue(source, overrides)
     if run is not None:
@@ -115,8 +120,12 @@ def run_train(
                 "parallelism.pipeline_model_parallel_size=1"
             )
         return run_overfit(loaded, as_json=as_json)
+    if max_restarts and world_size == 1:
+        raise DrivetrainError(
+            "--max-restarts watches over several processes, and this run has one; add --nproc, or drop it"
+        )
     path = run.path if run is not None else new_run(loaded, world_size, beginning)
-    summary = train_to_end(path, world_size)
+    summary = train_to_end(path, world_size, max_restarts)
     return _report(summary, as_json) if summary is not None else 1
 
 
@@ -141,13 +150,13 @@ def _former_size(run: Run | None) -> int:
     return int(run.manifest["layout"].get("world_size") or 1) if run is not None else 0
 
 
-def train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
+def train_to_end(path: Path, world_size: int, max_restarts: int = 0) -> dict[str, Any] | None:
     """Train the run in ``path`` with processes on this machine; its summary.
 
     None: it ended without one, and stderr says how.
     """
     try:
-        summary = _train_to_end(path, world_size)
+        summary = _train_to_end(path, world_size, max_restarts)
     except KeyboardInterrupt:
         # It came before anything was there to take it in order.
         run = open_run(path)
@@ -157,10 +166,10 @@ def train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
     return with_evidence(path, summary) if summary is not None else None
 
 
-def _train_to_end(path: Path, world_size: int) -> dict[str, Any] | None:
+def _train_to_end(path: Path, world_size: int, max_restarts: int) -> dict[str, Any] | None:
     print(f"run: {path}", file=sys.stderr, flush=True)
     if world_size > 1:
-        return _several(path, world_size)
+        return _several(path, world_size, max_restarts)
     from drivetrain.engine.stop import StopRequest
 
     # Before the imports, which take a second: the run exists by now, and a signal must end it in order.
@@ -275,11 +284,24 @@ def _is_recorded(path: Path, message: str, since: float) -> bool:
         time.sleep(0.05)
 
 
-def _several(path: Path, num_processes: int) -> dict[str, Any] | None:
+def _several(path: Path, num_processes: int, max_restarts: int) -> dict[str, Any] | None:
+    from drivetrain.engine.hang import report_hang
     from drivetrain.engine.launch import launch_ranks
 
-    began = time.time()
-    launch = launch_ranks(path, num_processes)
+    # Each attempt has an agent, and so a port and a store, of its own: nothing is found of the one before.
+    for attempt in range(1, max_restarts + 2):
+        began = time.time()
+        launch = launch_ranks(path, num_processes)
+        stood_still = report_hang(path, began)
+        for line in stood_still:
+            print(line, file=sys.stderr, flush=True)
+        again = launch.is_worth_another_try or (bool(stood_still) and launch.signal_name is None)
+        if attempt > max_restarts or not again or _has_diverged(path, began):
+            break
+        ended = launch.failure or f"the processes ended with exit code {launch.exit_code}"
+        reason = stood_still[0] if stood_still else ended
+        append_event(path, "restart", attempt=attempt, of=max_restarts, rank=launch.failed_rank, reason=reason)
+        print(f"restart {attempt} of {max_restarts}: {reason}", file=sys.stderr, flush=True)
     run = open_run(path)
     end, summary = run.end(), run.summary()
     if end is None or end["time"] < began:
@@ -293,12 +315,26 @@ def _several(path: Path, num_processes: int) -> dict[str, Any] | None:
             f"are above. Continue it with: drivetrain train {path}"
         )
     if end["status"] == "failed" and end.get("bad_input"):
-        raise DrivetrainError(str(end["reason"]))
+        # The rank that failed first is the cause; what rank 0 met may be that the other has gone.
+        first = f"{launch.failure}; " if launch.failure is not None and launch.failed_rank != 0 else ""
+        raise DrivetrainError(f"{first}{end['reason']}")
     if summary is None or summary.get("segment") != run.last_segment():
         print(f"the run {end['status']}: {end['reason']}", file=sys.stderr)
         return None
     # What a single process prints: these two belong to the file.
     return {key: value for key, value in summary.items() if key not in ("schema", "segment")}
+
+
+def _has_diverged(path: Path, began: float) -> bool:
+    """Whether the run has come to its own end since ``began``: with a summary, which a crash does not write."""
+    run = open_run(path)
+    end, summary = run.end(), run.summary()
+    return (
+        end is not None
+        and end["time"] >= began
+        and summary is not None
+        and summary.get("segment") == run.last_segment()
+    )
 
 
 def _report(summary: dict[str, Any], as_json: bool) -> int:

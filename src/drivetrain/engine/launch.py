@@ -4,6 +4,7 @@ The launcher has checked the configuration, prepared the corpus and made the run
 rank gets that directory and nothing else.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 __all__ = ["AGENT_VARIABLE", "Launch", "launch_ranks", "started_by_launcher"]
 
@@ -30,10 +32,21 @@ class Launch:
     Attributes:
         exit_code: of the agent.
         signal_name: the first signal that asked the launcher to stop; None where none did.
+        failed_rank, failure: the rank that failed first, and how, in words; None where none did.
     """
 
     exit_code: int
     signal_name: str | None
+    failed_rank: int | None = None
+    failure: str | None = None
+
+    @property
+    def is_worth_another_try(self) -> bool:
+        """Whether the ranks ended by what need not happen again: a rank was killed, crashed or hung.
+
+        Bad input (exit code 2) and a run that was asked to stop end the same way every time.
+        """
+        return self.signal_name is None and self.exit_code not in (0, 2, 130)
 
 
 def launch_ranks(run_path: Path, num_processes: int) -> Launch:
@@ -43,11 +56,13 @@ def launch_ranks(run_path: Path, num_processes: int) -> Launch:
     does not wait: the ranks are killed. Their output goes to stderr: stdout belongs to the caller's one JSON
     document.
     """
+    read, write = os.pipe()
     command = [
         sys.executable,
         "-m",
         "drivetrain.engine.agent",
         str(os.getpid()),
+        str(write),
         "--standalone",
         f"--nproc-per-node={num_processes}",
         "-m",
@@ -75,10 +90,37 @@ def launch_ranks(run_path: Path, num_processes: int) -> Launch:
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        agent = subprocess.Popen(command, stdout=sys.stderr.fileno(), env=environment, start_new_session=True)
+        agent = subprocess.Popen(
+            command,
+            stdout=sys.stderr.fileno(),
+            env=environment,
+            start_new_session=True,
+            pass_fds=(write,),
+        )
+        os.close(write)
+        write = -1
         if asked:
             agent.send_signal(signal.SIGTERM)
-        return Launch(agent.wait(), asked[0] if asked else None)
+        exit_code = agent.wait()
+        told = _told(read)
+        return Launch(exit_code, asked[0] if asked else None, told.get("rank"), told.get("text"))
     finally:
+        os.close(read)
+        if write >= 0:
+            os.close(write)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _told(descriptor: int) -> dict[str, Any]:
+    """What the agent wrote before it ended; nothing where it was killed or had nothing to tell."""
+    os.set_blocking(descriptor, False)
+    try:
+        text = os.read(descriptor, 65536)
+    except BlockingIOError:
+        # A process that the agent has left behind still holds the other end.
+        return {}
+    if not text:
+        return {}
+    document: dict[str, Any] = json.loads(text)
+    return document

@@ -19,6 +19,8 @@ _TIMEOUT = timedelta(minutes=30)
 def agree_on_run(ranks: Ranks, make_run: Callable[[], Path]) -> Path:
     """Rank 0 makes the run; the others wait for its path, through the agent's own store.
 
+    Where torchrun has restarted the ranks, they go on with the run of the attempt before.
+
     Raises:
         DrivetrainError: on every rank, with rank 0's message, when the run could not be made.
     """
@@ -34,17 +36,32 @@ def agree_on_run(ranks: Ranks, make_run: Callable[[], Path]) -> Path:
         timeout=_TIMEOUT,
         wait_for_workers=False,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"drivetrain-run-{attempt}", tcp)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store = PrefixStore(_prefix(attempt), tcp)
     if ranks.rank != 0:
         answer = store.get("run").decode()
         if answer.startswith("error:"):
             raise DrivetrainError(answer.removeprefix("error:"))
         return Path(answer.removeprefix("path:"))
     try:
-        path = make_run().resolve()
+        path = _run_of_former_attempt(tcp, attempt) or make_run().resolve()
     except DrivetrainError as error:
         store.set("run", f"error:{error}")
         raise
     store.set("run", f"path:{path}")
     return path
+
+
+def _prefix(attempt: int) -> str:
+    return f"drivetrain-run-{attempt}"
+
+
+def _run_of_former_attempt(tcp: TCPStore, attempt: int) -> Path | None:
+    """The run that the attempt before has made; None where this is the first, or the store has not outlived it."""
+    if attempt == 0:
+        return None
+    former = PrefixStore(_prefix(attempt - 1), tcp)
+    if not former.check(["run"]):
+        return None
+    answer = former.get("run").decode()
+    return Path(answer.removeprefix("path:")) if answer.startswith("path:") else None

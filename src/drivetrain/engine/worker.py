@@ -18,6 +18,7 @@ from drivetrain.config import RunConfig
 from drivetrain.engine.assembly import assemble
 from drivetrain.engine.devices import peak_for, select_device, set_threads, thread_count
 from drivetrain.engine.failures import explain
+from drivetrain.engine.hang import watched
 from drivetrain.engine.loop import Outcome, train
 from drivetrain.engine.memory.cuda import translate_out_of_memory
 from drivetrain.engine.model.attention_products import attention_in_words
@@ -69,7 +70,13 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
             fingerprint = str(opened.manifest["dataset"]["fingerprint"])
             origin = RunOrigin.from_manifest(opened.manifest)
             run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint, origin)
-            with _begin(run, run_path, threads.compute, peak.reason, origin.perturb_ulp):
+            minutes = config.parallelism.distributed_timeout_minutes
+            with (
+                _begin(run, run_path, threads.compute, peak.reason, origin.perturb_ulp),
+                watched(run_path, ranks.rank, 60 * minutes, lambda: run.progress.step)
+                if group.size > 1
+                else nullcontext(),
+            ):
                 before = run.progress.step
                 outcome = train(run, stopping)
                 if run.progress.step > before:

@@ -117,6 +117,17 @@ def test_losses_are_those_of_one_process(layout: str, tiny: Tiny, expected: dict
         assert difference < 1e-5, name
 
 
+def test_weights_saved_on_one_layout_are_the_start_of_another(tiny: Tiny) -> None:
+    train(tiny, 4, (f"{TP}=2", f"{PP}=2"))
+    (first,) = tiny.runs.iterdir()
+    folder = first / "checkpoints" / f"step-{STEPS:08d}" / "model"
+    again = f"checkpoint.initial_load_path={folder}"
+    expected = train(tiny, 1, (again,))
+    found = train(tiny, 2, (again, f"{ZERO}=3"))
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert found["losses"][0] < 5.9, "they are trained weights"
+
+
 def test_a_layout_starts_its_own_processes_and_refuses_a_number_that_does_not_fit(tiny: Tiny) -> None:
     parts = (f"{TP}=2", "parallelism.sequence_parallel=true", "run.deterministic=true")
     summary = tiny.train(*COMMON, *parts)

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from drivetrain.errors import EnvironmentFault
 
@@ -134,6 +135,20 @@ class ProcessGroup:
         return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
+def _store_of_attempt(timeout: timedelta) -> Store | None:
+    """Where the ranks find each other under torchrun; None: as torch does it by itself.
+
+    torchrun's agent keeps one store over all its restarts. Under one name the ranks of a second attempt would find the
+    addresses of the first, which nobody answers any more: each attempt has a prefix of its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    agent = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+    )
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", agent)
+
+
 @contextmanager
 def join(ranks: Ranks, device_type: str, timeout_minutes: float) -> Iterator[ProcessGroup]:
     """Form the group of all ranks and leave it cleanly.
@@ -145,8 +160,13 @@ def join(ranks: Ranks, device_type: str, timeout_minutes: float) -> Iterator[Pro
         return
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     try:
+        timeout = timedelta(minutes=timeout_minutes)
         dist.init_process_group(
-            backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(minutes=timeout_minutes)
+            backend,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            store=_store_of_attempt(timeout),
         )
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFault(

@@ -99,14 +99,6 @@ EXAMPLES: dict[str, tuple[int, list[str], str, tuple[int, list[str]]]] = {
         "the end of the step alone; use reduce_each_micro_batch = false, or pipeline_model_parallel_size = 1",
         (2, ["parallelism.reduce_each_micro_batch=true"]),
     ),
-    "zero-bubble-runs-eagerly": (
-        2,
-        [f"{PP}=2", f"{SCHEDULE}=interleaved_zero_bubble", "fusion.compile=true"],
-        "fusion.compile: interleaved_zero_bubble goes through a block's backward twice, and compiled code overwrites "
-        "what the second time needs: gradients come out wrong without a word; use false, or pipeline_schedule = 1f1b "
-        "or interleaved_1f1b",
-        (2, [f"{PP}=2", f"{SCHEDULE}=interleaved_1f1b", "fusion.compile=true"]),
-    ),
     "zbv-gathers-no-tied-embedding": (
         4,
         [f"{PP}=2", f"{ZERO}=3", f"{SCHEDULE}=zbv"],

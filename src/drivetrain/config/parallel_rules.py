@@ -10,7 +10,7 @@ from drivetrain.config.layout import is_order, model_ranks, stage_plan
 from drivetrain.config.nearest_values import around, closest, divisors
 from drivetrain.config.rules import LaunchFacts, Rule
 from drivetrain.config.schema import RunConfig
-from drivetrain.config.stages import ZERO_BUBBLE, legal_micro_batches, nearest_micro_batches
+from drivetrain.config.stages import legal_micro_batches, nearest_micro_batches
 from drivetrain.errors import ConfigurationError
 
 __all__ = ["PARALLEL_RULES"]
@@ -156,20 +156,6 @@ def _pipelines_reduce_once(config: RunConfig, _: LaunchFacts) -> str | None:
     )
 
 
-def _zero_bubble_runs_eagerly(config: RunConfig, _: LaunchFacts) -> str | None:
-    parallelism = config.parallelism
-    in_two_halves = (
-        parallelism.pipeline_model_parallel_size > 1 and parallelism.pipeline_schedule in ZERO_BUBBLE
-    )
-    if not config.fusion.compile or not in_two_halves:
-        return None
-    return (
-        f"{parallelism.pipeline_schedule} goes through a block's backward twice, and compiled code overwrites what the "
-        "second time needs: gradients come out wrong without a word; use false, or pipeline_schedule = 1f1b or "
-        "interleaved_1f1b"
-    )
-
-
 def _one_rank_ends_share_no_shards(config: RunConfig, _: LaunchFacts) -> str | None:
     parallelism = config.parallelism
     in_a_v = parallelism.pipeline_model_parallel_size > 1 and parallelism.pipeline_schedule == "zbv"
@@ -263,12 +249,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         ("parallelism.reduce_each_micro_batch", _PP),
         _pipelines_reduce_once,
         "In a pipeline, gradients are reduced once a step.",
-    ),
-    Rule(
-        "zero-bubble-runs-eagerly",
-        ("fusion.compile", "parallelism.pipeline_schedule", _PP),
-        _zero_bubble_runs_eagerly,
-        "With pipeline_schedule = interleaved_zero_bubble or zbv, fusion.compile is false.",
     ),
     Rule(
         "zbv-gathers-no-tied-embedding",

@@ -117,6 +117,19 @@ def test_losses_are_those_of_one_process(layout: str, tiny: Tiny, expected: dict
         assert difference < 1e-5, name
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])
+def test_a_zero_bubble_schedule_takes_no_code_that_another_one_left_in_the_compiler_s_cache(
+    schedule: str, tiny: Tiny, expected: dict[str, Any]
+) -> None:
+    common = (f"{PP}=2", "fusion.compile=true")
+    for name in ("1f1b", schedule):
+        found = train(tiny, 2, (*common, f"parallelism.pipeline_schedule={name}"))
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6), name
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
+
+
 def test_weights_saved_on_one_layout_are_the_start_of_another(tiny: Tiny) -> None:
     train(tiny, 4, (f"{TP}=2", f"{PP}=2"))
     (first,) = tiny.runs.iterdir()

@@ -183,10 +183,16 @@ def _let_compiled_backward_run_twice() -> None:
 
     Zero-bubble schedules run it twice. It fails at the second time, unless the very first backward of that code was
     one of theirs already. Turned off around a step only, torch would not notice code compiled outside of it.
-    """
-    from torch._functorch import config
 
-    config.donated_buffer = False
+    Nor may code come from the compiler's caches on disk: their keys do not tell code that overwrites from code that
+    does not, and what an earlier run of another schedule left there gave wrong gradients without a word (torch 2.13).
+    """
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    functorch.donated_buffer = False
+    functorch.enable_autograd_cache = False
+    inductor.fx_graph_cache = False
 
 
 class Pipeline:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from event_tables import Row, trace_of_rows
-from test_pipeline import BACKWARD, GEMM, PIPELINE, SEND_RECV, Stage, job, pipeline
+from test_pipeline_bubbles import BACKWARD, GEMM, PIPELINE, SEND_RECV, Stage, job, pipeline
 
 from drivetrain.trace.account import account_of
 from drivetrain.trace.table import Category, Trace

@@ -15,9 +15,9 @@ from drivetrain.archive.reader import Run, open_run
 from drivetrain.config import RunConfig, load_config, to_toml
 from drivetrain.engine.creation import create_run
 from drivetrain.engine.data.corpus import ensure_corpus
-from drivetrain.engine.parallel.data_parallel import DataParallel
 from drivetrain.engine.parallel.process_group import Ranks
 from drivetrain.engine.random_state import deterministic
+from drivetrain.engine.step import Stepper
 from drivetrain.engine.worker import work
 from drivetrain.errors import DrivetrainError, RunError
 from drivetrain.tune import gate_plan, gate_runs
@@ -58,10 +58,10 @@ def scaled_gradients(factor: float) -> Any:
 
     @contextmanager
     def wrong() -> Iterator[None]:
-        backward = DataParallel.backward
+        backward = Stepper.backward
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                DataParallel,
+                Stepper,
                 "backward",
                 lambda self, loss, tokens: backward(self, factor * loss, tokens),
             )

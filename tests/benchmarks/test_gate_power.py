@@ -12,8 +12,7 @@ from drivetrain.engine.data.corpus import ensure_corpus
 from drivetrain.engine.data.loader import BatchLoader
 from drivetrain.engine.model import decoder
 from drivetrain.engine.model.batch import Batch, check_batch
-from drivetrain.engine.model.decoder import Block
-from drivetrain.engine.parallel.data_parallel import DataParallel
+from drivetrain.engine.model.dropout import Dropout
 from drivetrain.engine.step import Stepper
 from gate_power import FULL, QUICK, Attempt, Session, claims_of, wilson
 from harness.gate_harms import HARMS, Harm
@@ -23,8 +22,8 @@ from runs_on_the_spot import Tiny
 WRAPPED = [
     (loop, "learning_rate"),
     (decoder, "DocumentLayout"),
-    (Block, "_drop"),
-    (DataParallel, "backward"),
+    (Dropout, "forward"),
+    (Stepper, "backward"),
     (Stepper, "step"),
 ]
 

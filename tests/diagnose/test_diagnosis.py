@@ -212,14 +212,14 @@ def test_every_entry_is_proposed_for_what_it_treats_and_only_while_it_is_not_req
     treated = next(name for name in CLASSES if any(f"{name}.".startswith(f"{one}.") for one in entry.treats))
     made = account({treated: 60 * MS, "idle": 40 * MS})
     launch = LaunchFacts(world_size=2)
-    off = config_with("overlap.bucket_size_mb=0")
+    # Buckets all in one, and a checkpoint in the middle: there is something to switch on for every entry.
+    plain = ("overlap.bucket_size_mb=0", "checkpoint.save_interval=2")
+    off = config_with(*plain)
     change = entry.on(off, launch)
     assert change is not None
     proposed = {r.name for r in found(diagnose(Facts(made, "a run", off, launch)), treated).remedies}
     assert entry.name in proposed
-    on = config_with(
-        "overlap.bucket_size_mb=0", *(f"{leaf}={_toml(value)}" for leaf, value in change.items())
-    )
+    on = config_with(*plain, *(f"{leaf}={_toml(value)}" for leaf, value in change.items()))
     proposed = {r.name for r in found(diagnose(Facts(made, "a run", on, launch)), treated).remedies}
     assert entry.name not in proposed
 

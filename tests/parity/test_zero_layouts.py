@@ -157,7 +157,13 @@ def seen(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: value for name, value in values.items() if not name.endswith("attention.key.bias")}
 
 
-@pytest.mark.parametrize("name", CASES)
+SHORT = {"tp2-dp2-zero1", "pp2-dp2-zero2", "tp2-pp2-dp2-zero1", "tp2-pp2-dp2-zero3", "tp2-dp4-hsdp2-zero2"}
+"""Each pair and a few triples; the other layouts take minutes."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_a_layout_trains_as_one_process(name: str) -> None:
     case = CASES[name]
     _, gradients = reference(case.model)

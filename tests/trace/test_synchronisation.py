@@ -1,5 +1,6 @@
 """Where the host waits for the device: the operator, the Python line, and what it costs the device."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,10 @@ def test_item_in_a_profile_made_here_is_found_with_its_line(tmp_path: Path, with
     recorded.export_chrome_trace(str(path))
     found = waits_in(read_trace(path, cache=False))
     point = only(found)
-    assert (point.call, point.calls, point.idle_ns) == ("aten::item", 3, None)
+    # The profiler itself may miss a call while it starts.
+    items = sum(event.get("name") == "aten::item" for event in json.loads(path.read_text())["traceEvents"])
+    assert items in (2, 3)
+    assert (point.call, point.calls, point.idle_ns) == ("aten::item", items, None)
     assert not found.has_device
     if with_stack:
         assert point.frame is not None

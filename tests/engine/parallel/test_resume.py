@@ -94,7 +94,14 @@ Ways = tuple[int, int, int | None]
 """Ranks, ZeRO stage, ranks that share the shards."""
 
 
-@pytest.mark.parametrize("way", [(2, 0, None), (2, 1, None), (2, 2, None), (2, 3, None), (4, 3, 2)])
+@pytest.mark.parametrize(
+    "way",
+    [
+        (2, 2, None),
+        (2, 3, None),
+        *(pytest.param(way, marks=pytest.mark.long) for way in ((2, 0, None), (2, 1, None), (4, 3, 2))),
+    ],
+)
 def test_the_next_twenty_losses_are_equal_to_the_bit_in_the_same_layout(way: Ways, tmp_path: Path) -> None:
     ranks, stage, shard = way
     (straight, *_) = on_ranks(trains, ranks, str(tmp_path), stage, True, shard)
@@ -103,6 +110,7 @@ def test_the_next_twenty_losses_are_equal_to_the_bit_in_the_same_layout(way: Way
     assert resumed == after_the_save(straight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [

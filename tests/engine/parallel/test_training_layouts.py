@@ -101,7 +101,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> dic
     return train(Tiny(tmp_path_factory.mktemp("single"), tiny_corpus), 1, ())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SHORT = {"dp2", "tp2-sp", "pp2", "zero3", "tp2-pp2-hsdp"}
+"""Each technique once, and all together; the other layouts take minutes."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
+)
 def test_losses_are_those_of_one_process(layout: str, tiny: Tiny, expected: dict[str, Any]) -> None:
     world_size, overrides = LAYOUTS[layout]
     found = train(tiny, world_size, overrides)

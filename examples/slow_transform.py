@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 __all__ = ["ANSWER_S", "look_up"]
 
-ANSWER_S = 0.008
+ANSWER_S = 0.016
 """How long the service takes for one document. The processor is idle meanwhile."""
 
 

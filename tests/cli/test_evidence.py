@@ -23,8 +23,15 @@ OFF = [
     "precision.params_dtype=fp32",
     "data.num_workers=0",
     "overlap.bucket_size_mb=0",
+    "checkpoint.async_save=false",
+    "checkpoint.save_interval=2",
 ]
-ON = ["optimizer.fused=true", "precision.params_dtype=bf16", "data.num_workers=1"]
+ON = [
+    "optimizer.fused=true",
+    "precision.params_dtype=bf16",
+    "data.num_workers=1",
+    "checkpoint.async_save=true",
+]
 # Gradients of the tiny model are 0.18 MB.
 RUNS: dict[str, tuple[list[str], list[str]]] = {
     "off": ([*OFF, *WINDOW], []),
@@ -34,6 +41,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "compiled": ([*OFF, *WINDOW, "fusion.compile=true"], []),
 }
 ON_IN = {
+    "async_save": "on",
     "bf16": "on",
     "compile": "compiled",
     "data_workers": "on",

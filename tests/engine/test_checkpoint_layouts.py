@@ -5,7 +5,7 @@ The layouts are made by hand, so that nothing but names and placements connects 
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,16 @@ def test_the_files_of_any_layout_are_those_of_a_single_process(layout: str, tmp_
     assert {path.name for path in many.iterdir()} == {path.name for path in one.iterdir()}
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the ranks have: sums in another number of threads have other bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("model", "layout"), [("llama", "tp2-dp2"), ("gpt", "shards3"), ("gpt", "tp2")])
 def test_transformers_opens_what_several_ranks_wrote(model: str, layout: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -300,7 +300,9 @@ def _several(path: Path, num_processes: int, max_restarts: int) -> dict[str, Any
             break
         ended = launch.failure or f"the processes ended with exit code {launch.exit_code}"
         reason = stood_still[0] if stood_still else ended
-        append_event(path, "restart", attempt=attempt, of=max_restarts, rank=launch.failed_rank, reason=reason)
+        append_event(
+            path, "restart", attempt=attempt, of=max_restarts, rank=launch.failed_rank, reason=reason
+        )
         print(f"restart {attempt} of {max_restarts}: {reason}", file=sys.stderr, flush=True)
     run = open_run(path)
     end, summary = run.end(), run.summary()

@@ -162,9 +162,11 @@ class BatchLoader(Iterator[Batch]):
     def _from_worker(workers: Iterator[Batch | _Failure]) -> Batch | _Failure:
         try:
             return next(workers)
-        except RuntimeError as error:
-            # How torch reports a worker that was killed, for example for want of memory.
-            raise DataError(f"a data worker died: {error}; data.num_workers = 0 uses none") from error
+        except (RuntimeError, EOFError, ConnectionError) as error:
+            # How torch reports a worker that was killed, for example for want of memory; and how Python does where it
+            # died in the middle of handing a batch over.
+            why = str(error) or type(error).__name__
+            raise DataError(f"a data worker died: {why}; data.num_workers = 0 uses none") from error
 
     def close(self) -> None:
         """Stop the workers. Safe to call twice."""

@@ -98,6 +98,7 @@ def kills(tiny: Tiny, num_ranks: int, times: int, seed: int, *overrides: str) ->
     assert all(step % 4 == 0 and step > 0 for step in resumed), "from the last checkpoint"
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny: Tiny) -> None:
     kills(tiny, 2, 2, 1, "checkpoint.async_save=true")
 
@@ -208,6 +209,7 @@ def test_a_run_that_stands_still_leaves_stacks_and_says_who_waits_for_whom(tmp_p
     assert report_hang(tmp_path, time.time() + 60) == [], "those of an earlier attempt are not this one's"
 
 
+@pytest.mark.long
 def test_a_stopped_rank_ends_the_run_and_is_named(tiny: Tiny) -> None:
     settings = [*SETTINGS, "training.train_iters=100000", "parallelism.distributed_timeout_minutes=0.1"]
     process = tiny.start("train", str(tiny.file), *settings, "--nproc", "2")

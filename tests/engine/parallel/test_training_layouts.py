@@ -137,6 +137,7 @@ def test_a_zero_bubble_schedule_takes_no_code_that_another_one_left_in_the_compi
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
 
 
+@pytest.mark.long
 def test_weights_saved_on_one_layout_are_the_start_of_another(tiny: Tiny) -> None:
     train(tiny, 4, (f"{TP}=2", f"{PP}=2"))
     (first,) = tiny.runs.iterdir()

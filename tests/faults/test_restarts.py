@@ -103,12 +103,6 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny: Tiny) -> 
     kills(tiny, 2, 2, 1, "checkpoint.async_save=true")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_four_ranks_survive_ten_kills(tiny: Tiny) -> None:
-    kills(tiny, 4, 10, 2, "training.train_iters=120", "training.micro_batch_size=2")
-
-
 def test_restarts_end_and_the_rank_that_failed_is_named_first(tiny: Tiny) -> None:
     settings = [*SETTINGS, "training.train_iters=100000"]
     process = tiny.start("train", str(tiny.file), *settings, "--nproc", "2", "--max-restarts", "1")

@@ -2,7 +2,8 @@
 
 1. Measure what this machine sustains: a CPU has no data-sheet peak, and MFU needs one.
 2. Tune a plain ``llama-2m``: fp32, eager, an update of one operator after the other, and a loader that waits for a slow
-   Python transform. The ladder profiles it, tries what the catalogue has against the largest class of its account, and keeps what is faster and trains as before.
+   Python transform. The ladder profiles it, tries what the catalogue has against the largest class of its account, and
+   keeps what is faster and trains as before.
 3. Show the account of the baseline, and the ladder.
 4. Train the final configuration; compare it with a bigram model fitted on the very tokens it has seen; show a sample.
 5. Write the reports of the ladder and of the run.

@@ -1,6 +1,5 @@
 """Where the host waits for the device: the operator, the Python line, and what it costs the device."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -220,15 +219,14 @@ def test_item_in_a_profile_made_here_is_found_with_its_line(tmp_path: Path, with
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], with_stack=with_stack
     ) as recorded:
-        for _ in range(3):
-            log_the_loss((weight @ weight).sum())
+        for step in range(3):
+            # Steps by name: of so short a recording they would be guessed, and what lies outside is not counted.
+            with torch.profiler.record_function(f"ProfilerStep#{step}"):
+                log_the_loss((weight @ weight).sum())
     recorded.export_chrome_trace(str(path))
     found = waits_in(read_trace(path, cache=False))
     point = only(found)
-    # The profiler itself may miss a call while it starts.
-    items = sum(event.get("name") == "aten::item" for event in json.loads(path.read_text())["traceEvents"])
-    assert items in (2, 3)
-    assert (point.call, point.calls, point.idle_ns) == ("aten::item", items, None)
+    assert (point.call, point.calls, point.idle_ns) == ("aten::item", 3, None)
     assert not found.has_device
     if with_stack:
         assert point.frame is not None

@@ -147,5 +147,6 @@ def test_memory_that_runs_out_is_explained() -> None:
 
 
 def test_an_unknown_error_is_not_explained_away() -> None:
+    assert "another process" in str(explain(RuntimeError("Application timeout caused pair closure")))
     assert explain(RuntimeError("shapes do not match")) is None
     assert explain(ValueError("can't allocate memory")) is None

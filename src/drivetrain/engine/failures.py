@@ -13,7 +13,13 @@ __all__ = ["explain", "explained"]
 
 # What torch raises has no class of its own: these words are in the messages of version 2.13.
 _NO_MEMORY = ("can't allocate memory", "not enough memory")
-_NO_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Connection refused")
+_NO_PEER = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "timeout caused pair closure",
+)
 
 
 def explain(error: BaseException) -> DrivetrainError | None:

@@ -44,9 +44,12 @@ def drivetrain(*arguments: str, capture: bool = False, accept: tuple[int, ...] =
 def tuned() -> dict[str, Any]:
     """The ladder's document, shown as a table as well."""
     only = [word for name in CANDIDATES for word in ("--only", name)]
-    options = ["--budget", "12m", "--no-leave-one-out", "--gate-steps", "30", "--trial-steps", "20", "--json"]
+    short = ["--knob-trials", "0", "--json"]
+    options = ["--budget", "12m", "--no-leave-one-out", "--gate-steps", "30", "--trial-steps", "20"]
     found: dict[str, Any] = json.loads(
-        drivetrain("tune", "llama-2m", *PLAIN, *only, *options, capture=True, accept=(0, NOTHING_KEPT))
+        drivetrain(
+            "tune", "llama-2m", *PLAIN, *only, *options, *short, capture=True, accept=(0, NOTHING_KEPT)
+        )
     )
     print("\nWhere the time of the plain configuration went\n", flush=True)
     drivetrain("account", found["baseline"]["run"])

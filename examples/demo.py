@@ -87,7 +87,7 @@ def main() -> None:
     if tune["speed_up"] is not None:
         speed_up = tune["speed_up"]
         print(
-            f"\n{len(kept)} changes kept, {speed_up['ratio']:.2f}x the speed of the plain configuration (95% interval "
+            f"\nchanges kept: {len(kept)}; {speed_up['ratio']:.2f}x the speed of the plain configuration (95% interval "
             f"{speed_up['low']:.2f} to {speed_up['high']:.2f}); gate of the whole: {tune['final_gate']['verdict']}"
         )
         print(f"The final configuration, with a comment on each change: {config}")

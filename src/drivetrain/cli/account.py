@@ -4,6 +4,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from drivetrain.cli.account_options import (
+    AchievableFlops,
+    DeviceName,
+    Dtype,
+    Expect,
+    Model,
+    PeakFlops,
+    Rules,
+    Sources,
+    TokensPerStep,
+)
+from drivetrain.cli.runs import AsJson
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -19,38 +32,18 @@ def register(app: typer.Typer) -> None:
 
 
 def account(
-    sources: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN|TRACE...", help="A run with a profile, traces, or a folder of traces."),
-    ],
+    sources: Sources,
     step_window: Annotated[
         str,
         typer.Option("--step-window", help="device: by launched device work; cpu: the host's step marks."),
     ] = "device",
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="Preset or TOML of the model, for the waterfall of foreign traces."),
-    ] = None,
-    tokens_per_step: Annotated[
-        int | None, typer.Option("--tokens-per-step", min=1, help="Tokens of a step over all devices.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="Row of the hardware table whose peak MFU is counted against."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="Dtype of the peak.  [default: the run's; bf16 for foreign traces]"),
-    ] = None,
-    peak_flops: Annotated[
-        float | None, typer.Option("--peak-flops", min=1, help="Your own peak, FLOP/s.")
-    ] = None,
-    achievable_flops: Annotated[
-        float | None, typer.Option("--achievable-flops", min=1, help="Sustained matrix product, FLOP/s.")
-    ] = None,
-    rules: Annotated[
-        str | None, typer.Option("--rules", help="TOML of your own kernel-name rules, asked before ours.")
-    ] = None,
+    model: Model = None,
+    tokens_per_step: TokensPerStep = None,
+    device: DeviceName = None,
+    dtype: Dtype = None,
+    peak_flops: PeakFlops = None,
+    achievable_flops: AchievableFlops = None,
+    rules: Rules = None,
     kernels: Annotated[
         int,
         typer.Option(
@@ -59,14 +52,7 @@ def account(
             help="Also list the N top kernels, matrix products and waits of the first trace.",
         ),
     ] = 0,
-    expect: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--expect",
-            help="flash, bf16, fp16, fp8, tf32, fused-optimizer or compile: say so if the records show otherwise "
-            "(repeatable; a run expects what its configuration asks for).",
-        ),
-    ] = None,
+    expect: Expect = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page to this file.")] = None,
     svg: Annotated[str | None, typer.Option("--svg", help="Write the waterfall to this file.")] = None,
     perfetto: Annotated[
@@ -75,7 +61,7 @@ def account(
             "--perfetto", help="Write the classes of every instant as a timeline (.json or .json.gz)."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Split the wall time of profiled steps into classes that add up, with what is hidden, exposed and waited for.
 

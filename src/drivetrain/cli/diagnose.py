@@ -4,6 +4,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from drivetrain.cli.account_options import (
+    AchievableFlops,
+    DeviceName,
+    Dtype,
+    Expect,
+    Model,
+    PeakFlops,
+    Rules,
+    Sources,
+    TokensPerStep,
+)
+from drivetrain.cli.runs import AsJson
+
 if TYPE_CHECKING:
     from drivetrain.diagnose import Diagnosis
 
@@ -16,43 +29,20 @@ def register(app: typer.Typer) -> None:
 
 
 def diagnose(
-    sources: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN|TRACE...", help="A run with a profile, traces, or a folder of traces."),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="Preset or TOML of the model, for MFU points of foreign traces."),
-    ] = None,
-    tokens_per_step: Annotated[
-        int | None, typer.Option("--tokens-per-step", min=1, help="Tokens of a step over all devices.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="Row of the hardware table whose peak MFU is counted against."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="Dtype of the peak.  [default: the run's; bf16 for foreign traces]"),
-    ] = None,
-    peak_flops: Annotated[
-        float | None, typer.Option("--peak-flops", min=1, help="Your own peak, FLOP/s.")
-    ] = None,
-    achievable_flops: Annotated[
-        float | None, typer.Option("--achievable-flops", min=1, help="Sustained matrix product, FLOP/s.")
-    ] = None,
-    expect: Annotated[
-        list[str] | None,
-        typer.Option("--expect", help="As for `account`: flash, bf16, ... (repeatable)."),
-    ] = None,
-    rules: Annotated[
-        str | None, typer.Option("--rules", help="TOML of your own kernel-name rules, asked before ours.")
-    ] = None,
+    sources: Sources,
+    model: Model = None,
+    tokens_per_step: TokensPerStep = None,
+    device: DeviceName = None,
+    dtype: Dtype = None,
+    peak_flops: PeakFlops = None,
+    achievable_flops: AchievableFlops = None,
+    expect: Expect = None,
+    rules: Rules = None,
     fail_above: Annotated[
         float | None,
         typer.Option("--fail-above", min=0, help="Exit with 1 if a loss takes more MFU points than this."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Say what a job loses: ranked findings with cost, evidence, and what the catalogue has against them.
 

@@ -1,11 +1,13 @@
 """The account of a run's profiled window: its mean step, and two runs' accounts side by side."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from drivetrain.archive.account_file import mean_step_of
+from drivetrain.archive.account_file import mean_step_of, newest_account
+from drivetrain.archive.writer import RunWriter
 from drivetrain.errors import RunError
 
 
@@ -60,3 +62,31 @@ def test_what_is_no_window_is_a_damaged_file_with_its_remedy(tmp_path: Path, con
     (tmp_path / "account.json").write_text(content)
     with pytest.raises(RunError, match=r"damaged.*remove it"):
         mean_step_of(tmp_path)
+
+
+def profiled(writer: RunWriter, first: int, last: int) -> None:
+    path = f"profile/{first}-{last}"
+    writer.event("window", what="profile", first=first, last=last, path=path, file_bytes={"rank0.json.gz": 9})
+
+
+def test_the_account_of_a_run_is_that_of_its_newest_window(make_run: Callable[..., RunWriter]) -> None:
+    with make_run() as writer:
+        writer.open_segment(1)
+        entries = [{"first": first, "last": first + 2, "account": {}} for first in (4, 8)]
+        (writer.path / "account.json").write_text(json.dumps({"schema": 1, "windows": entries}))
+        assert newest_account(writer.path) == entries[1], "no event tells of a window"
+        profiled(writer, 8, 10)
+        profiled(writer, 4, 6)
+        assert newest_account(writer.path) == entries[0]
+        profiled(writer, 20, 22)
+        assert newest_account(writer.path) is None, "nobody has made the account of the newest window"
+        writer.open_segment(2)
+        assert newest_account(writer.path) is None, "all of them are of steps that were repeated"
+
+
+def test_events_that_cannot_be_read_cost_no_account(make_run: Callable[..., RunWriter]) -> None:
+    with make_run() as writer:
+        writer.open_segment(1)
+    write(writer.path, [[step(4, 70, 30)]])
+    (writer.path / "events.jsonl").write_text("no event\nat all\n")
+    assert mean_step_of(writer.path) is not None

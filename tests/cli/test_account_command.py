@@ -3,12 +3,15 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from drivetrain.cli.account_sources import first_trace
 from drivetrain.cli.application import application
-from drivetrain.errors import DrivetrainError
+from drivetrain.errors import DrivetrainError, RunError
+from report_samples import make_run
 
 CONTRACT = {
     "window_ns",
@@ -205,3 +208,110 @@ def test_a_timeline_is_no_trace_and_may_be_written_again(tmp_path: Path, one_tra
     assert [rank["rank"] for rank in json.loads(result.stdout)["ranks"]] == [0]
     events = json.loads(first)["traceEvents"]
     assert json.loads(target.read_bytes())["traceEvents"] == events
+
+
+def test_kernels_are_those_of_a_trace_the_account_is_of(tmp_path: Path, one_trace: Path) -> None:
+    """A timeline and other JSON sort before the trace, and are passed over for both."""
+    (tmp_path / "a.json").write_text('{"hidden_size": 4}')
+    invoke(str(one_trace), "--perfetto", str(tmp_path / "account.json"))
+    printed = invoke(str(tmp_path), "--kernels", "3")
+    assert "\nkernels of rank0.json.gz\n" in printed
+    assert first_trace([str(tmp_path)]).path == one_trace
+
+
+def host(category: str, name: str, start_us: float, duration_us: float, **more: Any) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 1,
+        "tid": 100,
+        "ts": start_us,
+        "dur": duration_us,
+        "args": more,
+    }
+
+
+def test_the_users_rules_say_which_calls_wait(tmp_path: Path) -> None:
+    events = [
+        host("cpu_op", "aten::mm", 0, 5),
+        host("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=10),
+        kernel("ampere_sgemm", 10, 90),
+        host("cuda_runtime", "cudaQuietWait", 20, 90),
+        host("cuda_runtime", "cudaLaunchKernel", 120, 1, correlation=130),
+        kernel("ampere_sgemm", 130, 10),
+    ]
+    trace = write_trace(tmp_path / "rank0.json.gz", 0, events, world_size=1)
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nside = "cause"\nclass = "host.sync"\npattern = "^cudaQuietWait$"\n')
+    assert "cudaQuietWait" not in invoke(str(trace), "--kernels", "3")
+    printed = invoke(str(trace), "--kernels", "3", "--rules", str(rules))
+    assert "cudaQuietWait" in printed[printed.index("where the host waits for the device") :]
+
+
+def test_copies_without_kernels_tell_nothing_of_the_device(tmp_path: Path) -> None:
+    events = [
+        host("cpu_op", "aten::mm", 0, 5),
+        host("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=10),
+        kernel("Memcpy HtoD (Pinned -> Device)", 10, 5) | {"cat": "gpu_memcpy"},
+        host("cpu_op", "aten::item", 20, 90),
+        host("cuda_runtime", "cudaStreamSynchronize", 22, 80),
+        kernel("Memcpy HtoD (Pinned -> Device)", 130, 5) | {"cat": "gpu_memcpy"},
+    ]
+    trace = write_trace(tmp_path / "rank0.json.gz", 0, events, world_size=1)
+    printed = invoke(str(trace), "--kernels", "3")
+    assert "no device was recorded: host time in operators that would wait for one" in printed
+    assert "device idle because of them" not in printed
+
+
+@pytest.fixture
+def profiled_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with a profile window of one trace, in the ``runs`` of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with make_run(tmp_path / "runs", "small") as writer:
+        writer.open_segment(1)
+        folder = writer.path / "profile" / "10-11"
+        folder.mkdir(parents=True)
+        trace = write_trace(folder / "rank0.json.gz", 0, [kernel("ampere_sgemm", 0, 10)], world_size=1)
+        writer.event(
+            "window",
+            what="profile",
+            first=10,
+            last=11,
+            path="profile/10-11",
+            file_bytes={"rank0.json.gz": trace.stat().st_size},
+            tokens=8192,
+            effective_tokens=8192,
+            model_flops=10**12,
+        )
+        writer.event("end", status="finished", reason=None)
+    return writer.path
+
+
+@pytest.mark.parametrize("reference", ["latest", "small", "id"])
+def test_a_run_is_meant_by_its_name_id_or_latest(profiled_run: Path, reference: str) -> None:
+    printed = invoke(profiled_run.name if reference == "id" else reference)
+    assert f"Account of {profiled_run.name}" in printed
+
+
+def test_what_is_neither_a_path_nor_a_run_says_what_was_tried(profiled_run: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        invoke("smal1.json")
+    assert "smal1.json is neither a trace nor a folder of traces, and no run" in str(caught.value)
+    assert profiled_run.name in str(caught.value)
+
+
+def test_a_folder_of_traces_that_no_event_tells_of_is_no_window_of_the_run(profiled_run: Path) -> None:
+    """Steps 90 to 91 were profiled once, and their segment is gone."""
+    folder = profiled_run / "profile" / "90-91"
+    folder.mkdir()
+    write_trace(folder / "rank0.json.gz", 0, [kernel("elementwise_kernel", 0, 70)], world_size=1)
+    document = json.loads(invoke(str(profiled_run), "--json"))
+    assert document["ranks"][0]["whole"]["window_ns"] == 10_000
+
+
+def test_a_run_whose_traces_were_left_behind_says_so(profiled_run: Path) -> None:
+    (profiled_run / "profile" / "10-11" / "rank0.json.gz").unlink()
+    (profiled_run / "profile" / "10-11").rmdir()
+    with pytest.raises(RunError, match=r"10-11 is missing; copy the run again whole, or make one with"):
+        invoke(str(profiled_run))

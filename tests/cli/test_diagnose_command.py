@@ -14,7 +14,7 @@ from runs_on_the_spot import Tiny
 
 
 def event(category: str, name: str, start: float, duration: float, **arguments: Any) -> dict[str, Any]:
-    on_device = category == "kernel"
+    on_device = category in ("kernel", "gpu_memcpy")
     return {
         "ph": "X",
         "cat": category,
@@ -131,3 +131,43 @@ def test_a_run_without_a_profile_says_how_to_make_one(tiny: Tiny) -> None:
     assert done.returncode == 2
     assert "drivetrain profile" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_loss_too_small_to_be_claimed_counts_against_the_limit(tmp_path: Path) -> None:
+    events = []
+    for step in range(3):
+        at, correlation = step * 1000.0, step + 1
+        launch = event("cuda_runtime", "cudaLaunchKernel", at + 2, 1, correlation=correlation)
+        events += [
+            event("user_annotation", f"ProfilerStep#{step}", at, 1000),
+            event("cpu_op", "aten::mm", at, 10),
+            launch,
+            event("kernel", "ampere_sgemm_128x64_nn", at + 5, 992, correlation=correlation),
+        ]
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    mfu = json.loads(invoke(str(path), *FLOPS, "--json").stdout)["mfu"]
+    # The products reach 99% of a step at this peak, so that nothing takes a whole point.
+    figures = (*FLOPS[:4], "--peak-flops", str(2e14 * mfu / 99.0))
+    document = json.loads(invoke(str(path), *figures, "--json").stdout)
+    assert [finding for finding in document["findings"] if finding["kind"] == "loss"] == []
+    assert invoke(str(path), *figures, "--fail-above", "1").exit_code == 0
+    result = invoke(str(path), *figures, "--fail-above", "0.4")
+    assert result.exit_code == 1
+    assert "points, more than 0.4" in result.stderr
+
+
+def test_no_line_is_blamed_for_idleness_that_the_account_does_not_know(tmp_path: Path) -> None:
+    """Copies without kernels: the account is of the host alone."""
+    events = [
+        event("cpu_op", "aten::mm", 0, 5),
+        event("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=1),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 10, 5, correlation=2),
+        event("cpu_op", "aten::item", 20, 90),
+        event("cuda_runtime", "cudaStreamSynchronize", 22, 80),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 130, 5, correlation=3),
+    ]
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    findings = json.loads(invoke(str(path), "--json").stdout)["findings"]
+    assert [finding for finding in findings if finding["rule"] == "synchronisation_points"] == []

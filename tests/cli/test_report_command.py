@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from drivetrain.archive.reader import open_run
+from drivetrain.archive.writer import RunWriter
 from drivetrain.cli.application import application, main
 from drivetrain.errors import DrivetrainError, RunError
 from report_samples import finished_run, make_tune, tune_document
@@ -152,8 +153,19 @@ def trace_of_one_rank(path: Path) -> None:
     path.write_text(json.dumps({"distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": events}))
 
 
+def profiled_run(runs_dir: Path) -> Path:
+    """A run whose events tell of a profile window, without an account."""
+    path = finished_run(runs_dir, with_account=False)
+    with RunWriter.resume(path) as writer:
+        writer.segment = 0
+        counts = {"tokens": 8192, "effective_tokens": 8192, "model_flops": 10**12}
+        window = {"first": 10, "last": 11, "path": "profile/10-11", "file_bytes": {"rank0.json": 100}}
+        writer.event("window", what="profile", **window, **counts)
+    return path
+
+
 def test_traces_without_an_account_are_read_for_the_page(tmp_path: Path, invoke: Invoke) -> None:
-    path = finished_run(tmp_path / "runs", with_account=False)
+    path = profiled_run(tmp_path / "runs")
     trace_of_one_rank(path / "profile" / "10-11" / "rank0.json")
     printed = invoke(path, "--markdown").stdout
     assert "compute.matmul" in printed
@@ -161,7 +173,7 @@ def test_traces_without_an_account_are_read_for_the_page(tmp_path: Path, invoke:
 
 
 def test_traces_that_cannot_be_read_cost_only_their_section(tmp_path: Path, invoke: Invoke) -> None:
-    path = finished_run(tmp_path / "runs", with_account=False)
+    path = profiled_run(tmp_path / "runs")
     target = path / "profile" / "10-11" / "rank0.json"
     target.parent.mkdir(parents=True)
     target.write_text("no trace at all")

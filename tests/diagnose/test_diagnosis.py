@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,15 @@ def test_below_the_least_share_nothing_is_claimed_but_counted() -> None:
     assert document["least_share"] == LEAST_SHARE
     assert document["below_least_share"] == [{"subject": "host.gc", "share": 0.005}]
     assert "1 smaller classes, 0.5% together" in diagnosis_text(diagnosis)
+
+
+def test_the_worst_loss_may_be_one_that_is_too_small_to_be_claimed() -> None:
+    # The products take what the device sustains, and nothing more: 25 ms at 0.8.
+    diagnosis = diagnose(facts(made=account({"compute.matmul": 31_250_000, "host.gc": 250_000}, peak=True)))
+    assert diagnosis.of("loss") == ()
+    assert diagnosis.worst is not None
+    assert diagnosis.worst.subject == "host.gc"
+    assert diagnosis.worst_points == pytest.approx(100 * 0.25 / 31.5, abs=1e-5)
 
 
 def test_every_class_of_an_account_has_a_cause_in_words() -> None:
@@ -344,6 +354,13 @@ def test_without_a_device_no_line_is_blamed() -> None:
     assert not [finding for finding in diagnosis.findings if finding.rule == "synchronisation_points"]
 
 
+@pytest.mark.parametrize("figure", ["idle_ns", "busy_ns"])
+def test_where_the_idle_time_is_withheld_no_line_is_blamed(figure: str) -> None:
+    made = replace(account(), health=(HealthFinding("truncated", "warning", "it broke off", 1, (figure,)),))
+    diagnosis = diagnose(facts(made=made, waits=waits(), waits_source="trace of rank 0"))
+    assert not [finding for finding in diagnosis.findings if finding.rule == "synchronisation_points"]
+
+
 def test_health_findings_that_withhold_figures_are_said() -> None:
     made = replace(
         account(),
@@ -369,7 +386,13 @@ def test_each_rule_is_found_by_its_file() -> None:
         "without_effect",
         "withheld_figures",
     }
-    assert all(rule.summary and rule.needs for rule in rules())
+
+
+def test_each_rule_has_its_row_in_the_documentation() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    table = page.partition("\n## The rules\n")[2].partition("\n\n**")[0]
+    rows = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(rule.name for rule in rules())
 
 
 def test_an_account_without_losses_says_so() -> None:

@@ -428,3 +428,18 @@ def test_many_events_are_cut_and_the_number_of_what_is_left_out_is_said(tmp_path
     assert "and 480 more warnings and alarms" in words(section)
     assert len(rows_of(section)) == 200
     assert re.search(r"All 501 events, 301 in the middle left out", words(section))
+
+
+def test_with_a_logging_interval_restarts_stay_and_each_figure_says_what_a_line_is(tmp_path: Path) -> None:
+    with make_run(tmp_path, overrides=("training.train_iters=40", "monitor.log_interval=10")) as writer:
+        for start, logged in ((1, (10, 20)), (25, (30, 40))):
+            writer.open_segment(start)
+            for step in logged:
+                writer.log_metrics(step, {"train/loss": 2.0, "train/grad_norm": 1.0, "time/step_s": 0.3})
+    root = page_of(writer.path)
+    loss, times = section_of(root, "loss-and-gradient-norm"), section_of(root, "step-time")
+    for section in (loss, times):
+        assert "restart" in [element.text for element in section.iter("{http://www.w3.org/2000/svg}text")]
+    assert "Each is of that one step (every 10); the steps between were not logged." in words(loss)
+    assert "mean" not in words(loss)
+    assert "Each is the mean of the steps since the one before (every 10)." in words(times)

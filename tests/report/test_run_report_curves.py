@@ -133,3 +133,12 @@ def test_one_logged_step_and_none_are_figures_too() -> None:
     assert svg_of(Series("s", [5], [1.0], "#123456")) is not None
     texts = [each.text for each in svg_of(Series("s", [], [], "#123456")).iter(f"{SVG}text")]
     assert "not logged" in texts
+
+
+def test_each_step_beyond_the_scale_is_marked_however_many_share_a_column() -> None:
+    steps = [float(step) for step in range(10_000)]
+    beyond = range(5_000, 5_010)
+    values = [30.0 + step if step in beyond else 0.25 for step in range(10_000)]
+    root = svg_of(Series("step", steps, values, "#123456"), limit=0.3)
+    tips = [str(title.text) for title in root.iter(f"{SVG}title") if "beyond the scale" in str(title.text)]
+    assert tips == [f"step, step {step}: {30 + step}, beyond the scale" for step in beyond]

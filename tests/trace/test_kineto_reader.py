@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from drivetrain.errors import DataError
 from drivetrain.trace.kineto.numbers import INVALID, integers, nanoseconds
 from drivetrain.trace.kineto.stream import EventStream
-from drivetrain.trace.read import detect_format, read_trace
+from drivetrain.trace.read import read_trace
 from drivetrain.trace.table import COLUMN_DTYPES, Category, EventTable, Trace
 
 SHARED = Path(__file__).resolve().parents[2] / ".." / "shared" / "traces"
@@ -266,9 +266,9 @@ def test_arguments_of_a_file_that_has_gone(tmp_path: Path) -> None:
 def test_progress_reaches_the_size_of_the_file() -> None:
     seen: list[tuple[int, int]] = []
     path = odd.DATA / "compressed.json.gz"
-    read_trace(path, cache=False, progress=lambda done, size: seen.append((done, size)))
+    trace = read_trace(path, cache=False, progress=lambda done, size: seen.append((done, size)))
     assert seen[-1] == (path.stat().st_size, path.stat().st_size)
-    assert detect_format(path) == "kineto"
+    assert trace.format == "kineto"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.archive.encoding import SCHEMA, read_document
+from drivetrain.archive.profile_windows import newest_window, was_profiled
+from drivetrain.archive.reader import open_run
 from drivetrain.errors import RunError
 
 __all__ = ["ACCOUNT_FILE", "MeanStep", "mean_step_of", "newest_account"]
@@ -30,7 +32,10 @@ class MeanStep:
 
 
 def newest_account(run_path: Path) -> dict[str, Any] | None:
-    """The newest window's entry ``{first, last, name_table, account}``; None where the run was never profiled.
+    """The entry ``{first, last, name_table, account}`` of the run's newest window.
+
+    None where the run was never profiled, or its newest window (:func:`newest_window`) has no entry: what the file
+    holds is then of steps that are no longer the run's, or of an older window.
 
     Raises:
         RunError: the file is damaged, or of a newer version.
@@ -42,10 +47,25 @@ def newest_account(run_path: Path) -> dict[str, Any] | None:
     windows = document.get("windows")
     if document.get("schema") != SCHEMA or not isinstance(windows, list) or not windows:
         raise RunError(f"{path} is damaged or of another version; {_REMEDY}")
-    entry = windows[-1]
-    if not isinstance(entry, dict):
-        raise RunError(f"{path} is damaged: {entry!r} is no window; {_REMEDY}")
-    return entry
+    for entry in windows:
+        if not isinstance(entry, dict):
+            raise RunError(f"{path} is damaged: {entry!r} is no window; {_REMEDY}")
+    return _of_newest_window(run_path, windows)
+
+
+def _of_newest_window(run_path: Path, entries: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last entry where the events tell of no window, or cannot be read: that is no fault of the account."""
+    try:
+        run = open_run(run_path)
+        if not was_profiled(run):
+            return entries[-1]
+        window = newest_window(run)
+    except RunError:
+        return entries[-1]
+    if window is None:
+        return None
+    steps = (window["first"], window["last"])
+    return next((one for one in reversed(entries) if (one.get("first"), one.get("last")) == steps), None)
 
 
 def mean_step_of(run_path: Path) -> MeanStep | None:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.archive.listing import resolve_run
+from drivetrain.archive.profile_windows import newest_window
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.errors import DataError, DrivetrainError, RunError
 from drivetrain.measure.account import Account
 from drivetrain.measure.flops import FlopCount, forward_flops
 from drivetrain.measure.peaks import Peak, find_by_torch_name, find_device, peak_flops, supplied_peak
-from drivetrain.trace.account import account_of
+from drivetrain.trace.account import account_of, as_accounted
 from drivetrain.trace.classify import classify
 from drivetrain.trace.expectations import checked_words, expected_findings, expected_of, merged_findings
 from drivetrain.trace.health import Finding
@@ -75,8 +77,8 @@ def make_account(
     words = checked_words(expected)
     if step_window not in ("device", "cpu"):
         raise DrivetrainError(f"--step-window {step_window!r} is neither `device` nor `cpu`")
-    run = _run_of(sources)
-    paths = _window_of(run) if run is not None else _files_of(sources)
+    run = run_of(sources)
+    paths = _paths_of(sources, run)
     table = NameTable.load(user_file=rules) if rules is not None else None
     facts = _facts_of(run, figures)
     if run is not None:
@@ -120,46 +122,58 @@ def kernels_of(sources: Sequence[str], *, count: int, figures: Figures, rules: s
     from drivetrain.trace.launch_bound import launch_bound_stretches
     from drivetrain.trace.synchronisation import synchronisations
 
-    run = _run_of(sources)
-    path = (_window_of(run) if run is not None else _files_of(sources))[0]
-    trace = read_trace(path)
-    classes = classify(trace, NameTable.load(user_file=rules) if rules is not None else None)
-    ceiling = _facts_of(run, figures).achievable
+    trace = first_trace(sources)
+    table = NameTable.load(user_file=rules)
+    classes = classify(trace, table)
+    ceiling = _facts_of(run_of(sources), figures).achievable
     text = kernel_text(
         top_kernels(trace, classes, count),
         matrix_products(trace, classes),
         small_operators(trace, classes),
         launch_bound_stretches(trace, count),
-        synchronisations(trace, classes),
+        synchronisations(trace, classes, rules=table),
         count=count,
         ceiling=None if ceiling is None else ceiling.value,
     )
-    return f"\nkernels of {path.name}\n{text}"
+    return f"\nkernels of {trace.path.name}\n{text}"
 
 
 def first_trace(sources: Sequence[str]) -> Trace:
-    """The first trace of ``sources`` that can be read: rank 0's, where the names say the ranks.
+    """The first trace of ``sources`` that the account is of: rank 0's, where the names say the ranks.
 
     Raises:
         DataError: none of them is a trace.
     """
-    run = _run_of(sources)
-    paths = _window_of(run) if run is not None else _files_of(sources)
+    paths = _paths_of(sources, run_of(sources))
     for path in paths[:-1]:
         try:
-            return read_trace(path)
+            return _readable(path)
         except DataError:
             continue  # The account has said that it passes this one over, or refused it.
-    return read_trace(paths[-1])
+    return _readable(paths[-1])
 
 
 def run_of(sources: Sequence[str]) -> Run | None:
-    """The run that is meant, if the one source is a run directory.
+    """The run that is meant: the one source is a run directory; or it is no path at all, and a run answers to it.
 
     Raises:
-        DrivetrainError: a run among other sources.
+        DrivetrainError: a run among other sources; a single source that is neither there nor a run.
     """
-    return _run_of(sources)
+    runs = [source for source in sources if (Path(source) / "run.json").is_file()]
+    if runs and len(sources) > 1:
+        raise DrivetrainError(
+            f"{runs[0]} is a run, and an account is of one job: give the run alone, or traces of one job"
+        )
+    if runs:
+        return open_run(runs[0])
+    if len(sources) == 1 and not Path(sources[0]).exists():
+        try:
+            return resolve_run(sources[0])
+        except RunError as error:
+            raise RunError(
+                f"{sources[0]} is neither a trace nor a folder of traces, and no run: {error}"
+            ) from error
+    return None
 
 
 def timeline_target(path: str, sources: Sequence[str]) -> Path:
@@ -177,42 +191,16 @@ def timeline_target(path: str, sources: Sequence[str]) -> Path:
         )
     if not target.parent.is_dir():
         raise DrivetrainError(f"--perfetto {path}: the folder {target.parent} does not exist")
-    run = _run_of(sources)
-    traces = _window_of(run) if run is not None else _files_of(sources)
-    for trace in traces if target.exists() else ():
+    for trace in _paths_of(sources, run_of(sources)) if target.exists() else ():
         if trace.exists() and trace.samefile(target) and not is_timeline(trace):
             raise DrivetrainError(f"--perfetto {path} would replace one of the traces; give it another name")
     return target
 
 
-def _run_of(sources: Sequence[str]) -> Run | None:
-    """The run that is meant, if the one source is a run directory."""
-    runs = [source for source in sources if (Path(source) / "run.json").is_file()]
-    if not runs:
-        return None
-    if len(sources) > 1:
-        raise DrivetrainError(
-            f"{runs[0]} is a run, and an account is of one job: give the run alone, or traces of one job"
-        )
-    return open_run(runs[0])
-
-
-def _window_of(run: Run) -> list[Path]:
-    """The traces of the run's newest profile window."""
-    windows = {
-        int(path.name.partition("-")[0]): path
-        for path in (run.path / "profile").glob("*-*")
-        if path.is_dir() and path.name.replace("-", "").isdecimal()
-    }
-    if not windows:
-        raise RunError(
-            f"{run.path} holds no profile; make one with: drivetrain profile {run.path / 'config.toml'}"
-        )
-    # By its steps and not by its date, which a copy of the run does not keep.
-    return _traces_in(windows[max(windows)])
-
-
-def _files_of(sources: Sequence[str]) -> list[Path]:
+def _paths_of(sources: Sequence[str], run: Run | None) -> list[Path]:
+    """The traces of ``run``'s newest profile window, or of the sources themselves where no run is meant."""
+    if run is not None:
+        return _window_of(run)
     found: list[Path] = []
     for source in sources:
         path = Path(source)
@@ -223,11 +211,36 @@ def _files_of(sources: Sequence[str]) -> list[Path]:
     return found
 
 
+def _window_of(run: Run) -> list[Path]:
+    """The traces of the run's newest profile window."""
+    window = newest_window(run)
+    remedy = f"make one with: drivetrain profile {run.path / 'config.toml'}"
+    if window is None:
+        raise RunError(f"{run.path} holds no profile; {remedy}")
+    folder = run.path / window["path"]
+    if not folder.is_dir():
+        raise RunError(
+            f"{run.path} holds no profile any more: {folder} is missing; copy the run again whole, or {remedy}"
+        )
+    return _traces_in(folder)
+
+
 def _traces_in(folder: Path) -> list[Path]:
     traces = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and path.is_file())
     if not traces:
         raise DataError(f"{folder} holds no trace: files that end in {' or '.join(_SUFFIXES)} are looked for")
     return traces
+
+
+def _readable(path: Path) -> Trace:
+    """The trace in ``path``, as its account takes it.
+
+    Raises:
+        DataError: it holds none.
+    """
+    if is_timeline(path):
+        raise DataError(f"{path}: a timeline made of an account, which records nothing itself")
+    return as_accounted(read_trace(path))
 
 
 def _read(paths: Sequence[Path], named: frozenset[Path]) -> Iterator[Trace]:
@@ -240,9 +253,7 @@ def _read(paths: Sequence[Path], named: frozenset[Path]) -> Iterator[Trace]:
         if len(paths) > 1:
             print(f"reading {index + 1}/{len(paths)} {path.name}", file=sys.stderr, flush=True)
         try:
-            if is_timeline(path):
-                raise DataError(f"{path}: a timeline made of an account, which records nothing itself")
-            trace = read_trace(path)
+            trace = _readable(path)
         except DataError as error:
             if path in named or len(paths) == 1:
                 raise
@@ -318,12 +329,9 @@ def _peak_of(run: Run, dtype: str) -> Peak | None:
 def _counted(run: Run, model: "ModelConfig") -> tuple[FlopCount | None, int | None, float | None]:
     """Mean model FLOPs and tokens of the newest window's steps, which know their documents, and the share of tokens
     that carried loss. FLOPs of full sequences stand in where the window did not count them."""
-    windows = [
-        event for event in run.events() if event["kind"] == "window" and event.get("what") == "profile"
-    ]
-    if not windows:
+    window = newest_window(run)
+    if window is None:
         return None, None, None
-    window = windows[-1]
     try:
         steps = int(window["last"]) - int(window["first"]) + 1
         tokens, flops = int(window["tokens"]) // steps, int(window["model_flops"]) // steps

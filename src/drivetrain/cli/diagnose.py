@@ -77,9 +77,7 @@ def _refuse_without_points(found: "Diagnosis", most: float) -> None:
 
 def _judge(found: "Diagnosis", most: float) -> None:
     """Exit with 1 if a loss exceeds ``most`` MFU points."""
-    worst = found.worst_points
-    assert worst is not None
-    if worst > most:
-        largest = max(found.of("loss"), key=lambda finding: finding.points or 0.0)
-        typer.echo(f"{largest.subject} takes {worst:.1f} points, more than {most:g}", err=True)
+    worst = found.worst
+    if worst is not None and worst.points is not None and worst.points > most:
+        typer.echo(f"{worst.subject} takes {worst.points:.1f} points, more than {most:g}", err=True)
         raise typer.Exit(1)

@@ -25,10 +25,12 @@ def facts_of(
     Raises:
         DrivetrainError: as for an account.
     """
+    run = run_of(sources)
+    if run is not None:
+        sources = [str(run.path)]  # The same one all along: another may become the latest meanwhile.
     account, title = make_account(
         sources, step_window="device", figures=figures, rules=rules, expected=expected
     )
-    run = run_of(sources)
     trace = first_trace(sources)
     table = NameTable.load(user_file=rules)
     classes = classify(trace, table)

@@ -38,12 +38,18 @@ class Diagnosis:
         return tuple(finding for finding in self.findings if finding.kind == kind)
 
     @property
+    def worst(self) -> Finding | None:
+        """The loss with the most MFU points, claimed or not; None where no loss has points."""
+        losses = [finding for finding in (*self.of("loss"), *self.small) if finding.points is not None]
+        return max(losses, key=lambda finding: finding.points or 0.0, default=None)
+
+    @property
     def worst_points(self) -> float | None:
-        """MFU points of the largest loss; 0 where no loss was found, None where points are unknown."""
-        losses = self.of("loss")
+        """MFU points of the largest loss, claimed or not; 0 where no loss was found, None where points are unknown."""
         if self.mfu is None:
             return None
-        return max((finding.points for finding in losses if finding.points is not None), default=0.0)
+        worst = self.worst
+        return 0.0 if worst is None else worst.points
 
     def to_document(self) -> dict[str, Any]:
         """What ``drivetrain diagnose --json`` prints."""

@@ -7,8 +7,7 @@ from drivetrain.catalogue.entry import Optimisation
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Remedy
 
-__all__ = ["UNKNOWN_SETTINGS", "Answer", "entries_for", "remedies_for"]
-
+__all__ = ["UNKNOWN_SETTINGS", "Answer", "entries_for", "remedies_for", "treats"]
 
 UNKNOWN_SETTINGS = "the settings of these traces are unknown: it may be in use already"
 
@@ -18,10 +17,11 @@ Answer = tuple[tuple[Remedy, ...], str | None, tuple[str, ...]]
 
 def entries_for(classes: Sequence[str]) -> tuple[Optimisation, ...]:
     """Entries that treat any of some classes."""
-    return tuple(entry for entry in catalogue() if any(_treats(entry, name) for name in classes))
+    return tuple(entry for entry in catalogue() if any(treats(entry, name) for name in classes))
 
 
-def _treats(entry: Optimisation, name: str) -> bool:
+def treats(entry: Optimisation, name: str) -> bool:
+    """Whether an entry treats a class: it names the class, or its group."""
     return any(name == treated or name.startswith(f"{treated}.") for treated in entry.treats)
 
 

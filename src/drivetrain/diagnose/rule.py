@@ -20,14 +20,11 @@ class Rule:
 
     Attributes:
         name: of its file.
-        summary: what it looks for, in one line.
-        needs: what it reads, in words; where that is missing it finds nothing.
-        detect: the findings. Those below the least share are left out by the caller.
+        detect: the findings; none where what it reads is missing. Those below the least share are left out by the
+            caller.
     """
 
     name: str
-    summary: str
-    needs: str
     detect: Callable[[Facts], Iterable[Finding]]
 
 

@@ -150,7 +150,7 @@ def _panel(panel: Panel, axis: _StepAxis, top: float) -> Iterator[str]:
         curve = min_max_buckets(series.steps, series.values, _PLOT)
         yield from _curve(curve, series, axis, scale, panel, top)
         if panel.limit is not None:
-            yield from _beyond(curve, series.label, panel.limit, axis, top)
+            yield from _beyond(series, panel.limit, axis, top)
         gaps.extend(curve.gaps if series.marked else ())
     for points in panel.points:
         for step, value in zip(points.steps, points.values, strict=True):
@@ -182,12 +182,13 @@ def _curve(
             yield polyline(places, series.colour, width=series.width, dash=series.dash)
 
 
-def _beyond(curve: Curve, label: str, limit: float, axis: _StepAxis, top: float) -> Iterator[str]:
-    for step, value in (point for piece in curve.pieces for point in piece):
-        if value > limit:
+def _beyond(series: Series, limit: float, axis: _StepAxis, top: float) -> Iterator[str]:
+    """A triangle for each step beyond the scale, however many share a column of pixels."""
+    for step, value in zip(series.steps, series.values, strict=True):
+        if value is not None and math.isfinite(value) and value > limit:
             x = axis.place(step)
             outline = f"M{x - 5:.2f} {top + 10:.2f}L{x:.2f} {top:.2f}L{x + 5:.2f} {top + 10:.2f}Z"
-            yield path(outline, MUTED, f"{label}, step {step:g}: {value:.6g}, beyond the scale")
+            yield path(outline, MUTED, f"{series.label}, step {step:g}: {value:.6g}, beyond the scale")
 
 
 def _mark(gap: Gap, axis: _StepAxis, panel: Panel, top: float) -> str:

@@ -80,9 +80,7 @@ def _lead(records: RunRecords) -> list[Block]:
         for record in records.optimisations
         if not any(finding.startswith(f"{record.field} ") for finding in findings)
     ]
-    idle = without_effect(untold)
-    if idle:
-        blocks.append(Paragraph(f"Requested and without effect: {', '.join(idle)}.", "bad"))
+    blocks += without_effect(untold)
     blocks += [Paragraph(f"Finding: {finding}", "doubtful") for finding in findings]
     return [*blocks, *headline_tiles(records)]
 

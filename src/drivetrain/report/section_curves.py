@@ -101,6 +101,9 @@ def step_time_section(records: RunRecords) -> list[Block]:
         words=f"Wall time of each step: {'; '.join(facts)}",
     )
     caption = "Steps with a tag (the rows below the curve) are no part of the steady state."
+    interval = _log_interval(records)
+    if interval != 1:
+        caption += f" Each is the mean of the steps since the one before (every {interval})."
     if limit is not None:
         caption += " Triangles: steps beyond the scale, which is that of the steps without a tag."
     return [Figure(svg, "\n".join([*facts, *_tag_words(records)]), caption)]
@@ -125,8 +128,11 @@ def _tag_words(records: RunRecords) -> Iterator[str]:
 
 def _restarts(records: RunRecords) -> list[int]:
     starts = [segment.start_step for segment in records.segments[1:] if segment.start_step is not None]
-    shown = {line["step"] for line in records.lines}
-    return [step for step in starts if step in shown]
+    if not records.lines:
+        return []
+    # A start between two logged steps is one as well: not every step is logged.
+    first, last = records.lines[0]["step"], records.lines[-1]["step"]
+    return [step for step in starts if first <= step <= last]
 
 
 def _course(records: RunRecords, key: str, label: str) -> Iterator[str]:
@@ -162,10 +168,18 @@ def _alarms(records: RunRecords) -> list[Block]:
     return [Bullets(items)] if items else []
 
 
+def _log_interval(records: RunRecords) -> Any:
+    return records.group("monitor").get("log_interval", 1)
+
+
 def _caption(records: RunRecords) -> str:
-    interval = records.group("monitor").get("log_interval", 1)
-    mean = f" Each is the mean of the steps since the one before (every {interval})." if interval != 1 else ""
+    interval = _log_interval(records)
+    one = (
+        f" Each is of that one step (every {interval}); the steps between were not logged."
+        if interval != 1
+        else ""
+    )
     return (
-        f"{len(records.lines):,} logged steps.{mean} Of each column of pixels the first, least, greatest and last "
+        f"{len(records.lines):,} logged steps.{one} Of each column of pixels the first, least, greatest and last "
         "value are drawn: no spike is lost. Red triangles: not finite."
     )

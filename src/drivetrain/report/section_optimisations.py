@@ -9,19 +9,16 @@ from drivetrain.report.ladder_rows import value_in_words
 __all__ = ["optimisations_section", "without_effect"]
 
 
-def without_effect(records: Sequence[OptimisationRecord]) -> list[str]:
-    """Names of what was requested and is not in effect."""
-    return [record.name for record in records if record.without_effect]
+def without_effect(records: Sequence[OptimisationRecord]) -> list[Block]:
+    """What was requested and is not in effect, in one sentence; nothing where all of it is."""
+    names = [record.name for record in records if record.without_effect]
+    return [Paragraph(f"Requested and without effect: {', '.join(names)}.", "bad")] if names else []
 
 
 def optimisations_section(records: Sequence[OptimisationRecord]) -> list[Block]:
     """A row each; what is without effect first, and said above the table."""
     if not records:
         return [Paragraph("This run holds no optimisation records.", "muted")]
-    blocks: list[Block] = []
-    idle = without_effect(records)
-    if idle:
-        blocks.append(Paragraph(f"Requested and without effect: {', '.join(idle)}.", "bad"))
     order = sorted(records, key=lambda record: (not record.without_effect, not record.requested, record.name))
     rows = [
         [
@@ -34,8 +31,8 @@ def optimisations_section(records: Sequence[OptimisationRecord]) -> list[Block]:
         ]
         for record in order
     ]
-    blocks.append(Table(["optimisation", "field", "requested", "active", "evidence", "reason"], rows))
-    return blocks
+    table = Table(["optimisation", "field", "requested", "active", "evidence", "reason"], rows)
+    return [*without_effect(records), table]
 
 
 def _yes(said: bool) -> Cell:

@@ -57,7 +57,7 @@ from drivetrain.trace.timeline import RankTimeline, StepWindow, timeline_of
 if TYPE_CHECKING:
     from drivetrain.config.model import ModelConfig
 
-__all__ = ["RankTimeline", "StepWindow", "account_of", "timeline_of"]
+__all__ = ["RankTimeline", "StepWindow", "account_of", "as_accounted", "timeline_of"]
 
 _NOT_BUSY = ("data", "maintenance", "host", "bubble", "idle")
 """Groups of classes that an untrustworthy ``idle_ns`` makes untrustworthy."""
@@ -209,8 +209,7 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable, keep_parts: 
         raise DataError(
             f"{trace.path}: it holds no event with a duration, so there is no time to account for"
         )
-    if any(finding.id in _NO_DEVICE for finding in trace.health):
-        trace = _without_device(trace)
+    trace = as_accounted(trace)
     classes = classify(trace, table, layout=_layout_of(trace))
     line = timeline_of(trace, classes, step_window=step_window, rules=table)
     health = (*trace.health, *classes.health, *line.steps.health, *_view_health(trace, line))
@@ -245,8 +244,13 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable, keep_parts: 
     )
 
 
-def _without_device(trace: Trace) -> Trace:
-    """A trace without its device records, which are worth nothing: the host's own are sound, so none is withheld."""
+def as_accounted(trace: Trace) -> Trace:
+    """The trace as its account takes it: without its device records where kernels are missing among them.
+
+    What is left of the device is then worth nothing; the host's own records are sound, so no figure is withheld.
+    """
+    if not any(finding.id in _NO_DEVICE for finding in trace.health):
+        return trace
     health = [replace(one, affects=()) if one.id in _NO_DEVICE else one for one in trace.health]
     events = trace.events.select(~trace.events.is_device_work())
     return replace(trace, events=events, health=tuple(health))

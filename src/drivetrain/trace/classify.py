@@ -20,7 +20,6 @@ from drivetrain.trace.classes import (
     COLLECTIVE_KINDS,
     COMMUNICATION,
     COMPUTE,
-    COPIES,
     GROUP_LABELS,
     NONE,
     UNCLASSIFIED,
@@ -49,7 +48,6 @@ _OTHER = CLASS_INDEX["compute.other"]
 _COPY_OTHER = CLASS_INDEX["copy.other"]
 _MEMSET = CLASS_INDEX["copy.memset"]
 _IS_COMPUTE = flags(len(CLASSES), COMPUTE)
-_IS_COPY = flags(len(CLASSES), COPIES)
 _KIND_INDEX = {kind: index for index, kind in enumerate(COLLECTIVE_KINDS)}
 
 UNKNOWN_SHARE = 0.05
@@ -85,10 +83,6 @@ class Classification:
     def is_communication(self) -> NDArray[np.bool_]:
         """Mask of the communication events."""
         return np.equal(self.kind, COMMUNICATION)
-
-    def is_copy(self) -> NDArray[np.bool_]:
-        """Mask of the ``copy.*`` events."""
-        return _IS_COPY[self.kind]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,6 @@ __all__ = [
     "TIMELINE_KEY",
     "Progress",
     "Reader",
-    "detect_format",
     "is_timeline",
     "known_formats",
     "read_trace",
@@ -74,15 +73,6 @@ def _seen(head: bytes) -> str:
     if not head.strip():
         return "empty: there is nothing to read"
     return f"not a trace: it starts with {head[:40]!r}"
-
-
-def detect_format(path: Path | str) -> str:
-    """Name of the format of a file.
-
-    Raises:
-        DataError: the file cannot be opened, is empty, or is of no known format.
-    """
-    return _reader_of(Path(path)).format
 
 
 def is_timeline(path: Path | str) -> bool:

@@ -53,7 +53,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
 
 
 def _holds_flops(bar: Bar) -> bool:
-    return bar.kind in ("shortfall", "peak_and_shortfall") or bar.class_name in FLOP_CLASSES
+    return bar.kind == "peak_and_shortfall" or bar.class_name in FLOP_CLASSES
 
 
 def _of_time(facts: Facts, bar: Bar) -> Finding:
@@ -61,7 +61,7 @@ def _of_time(facts: Facts, bar: Bar) -> Finding:
     name = bar.class_name or bar.name
     classes = [bar.class_name] if bar.class_name is not None else []
     cost = facts.mean.classes.get(name, 0.0)
-    return _finding(facts, name, _cause(name) if classes else bar.name, classes, cost, bar)
+    return _finding(facts, name, _cause(name) if classes else bar.name, classes, cost, bar, cost)
 
 
 def _of_flops(facts: Facts, bar: Bar) -> Finding:
@@ -75,7 +75,7 @@ def _of_flops(facts: Facts, bar: Bar) -> Finding:
             if bar.class_name is not None
             else "matrix products and attention run below peak"
         )
-        return _finding(facts, name, cause, classes, bar.points / 100 * facts.mean.window_ns, bar)
+        return _finding(facts, name, cause, classes, bar.points / 100 * facts.mean.window_ns, bar, taken)
     what = "matrix products take" if name == "compute.matmul" else "attention takes"
     return _finding(
         facts, name, f"{what} this share; how much of it is lost is unknown", classes, None, bar, taken
@@ -89,16 +89,11 @@ def _finding(
     classes: Sequence[str],
     cost_ns: float | None,
     bar: Bar,
-    taken_ns: float | None = None,
+    taken_ns: float,
 ) -> Finding:
     remedies, none, requested = remedies_for(facts, classes, cost_ns)
-    takes = (
-        facts.mean.classes.get(name, taken_ns or 0.0)
-        if len(classes) < 2
-        else sum(facts.mean.classes.get(one, 0.0) for one in classes)
-    )
     evidence = [
-        Evidence(f"{name} takes {takes / 1e6:.3f} ms of {facts.mean.window_ns / 1e6:.3f} ms", "account")
+        Evidence(f"{name} takes {taken_ns / 1e6:.3f} ms of {facts.mean.window_ns / 1e6:.3f} ms", "account")
     ]
     if remedies and requested:
         evidence.append(Evidence(f"asked for already: {', '.join(requested)}", "configuration"))
@@ -114,7 +109,7 @@ def _finding(
         cause=cause,
         cost_ns=cost_ns,
         points=bar.points if facts.has_points else None,
-        share=facts.share_of(takes if cost_ns is None else cost_ns),
+        share=facts.share_of(taken_ns if cost_ns is None else cost_ns),
         evidence=tuple(evidence),
         remedies=remedies,
         no_remedy=none,
@@ -122,9 +117,4 @@ def _finding(
     )
 
 
-RULE = Rule(
-    name="account_classes",
-    summary="time of each class of the account, and shortfall of those that hold model FLOPs",
-    needs="an account",
-    detect=_detect,
-)
+RULE = Rule("account_classes", _detect)

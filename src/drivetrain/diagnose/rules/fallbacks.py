@@ -33,9 +33,4 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule(
-    name="fallbacks",
-    summary="attention, dtype, optimizer or compiler other than expected",
-    needs="expectations: --expect, or the configuration of a run",
-    detect=_detect,
-)
+RULE = Rule("fallbacks", _detect)

@@ -43,9 +43,4 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule(
-    name="late_ranks",
-    summary="one rank that the others wait for",
-    needs="traces of several ranks on aligned clocks",
-    detect=_detect,
-)
+RULE = Rule("late_ranks", _detect)

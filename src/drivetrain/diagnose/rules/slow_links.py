@@ -37,9 +37,4 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule(
-    name="slow_links",
-    summary="transfers above what the same bytes take elsewhere",
-    needs="traces of several ranks on aligned clocks, with payloads",
-    detect=_detect,
-)
+RULE = Rule("slow_links", _detect)

@@ -13,6 +13,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     waits = facts.waits
     if waits is None or not waits.has_device:
         return  # Without a device nothing stands still.
+    if any(not {"idle_ns", "busy_ns"}.isdisjoint(finding.affects) for finding in facts.account.health):
+        return  # When the device stood still is not known.
     steps = waits.num_steps or 1
     for point in waits.points:
         cost = point.device_ns / steps
@@ -43,9 +45,4 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule(
-    name="synchronisation_points",
-    summary="calls after which the device has nothing to do",
-    needs="a trace with a device and runtime calls; Python functions for the lines",
-    detect=_detect,
-)
+RULE = Rule("synchronisation_points", _detect)

@@ -29,9 +29,4 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule(
-    name="withheld_figures",
-    summary="figures that the records do not support",
-    needs="an account",
-    detect=_detect,
-)
+RULE = Rule("withheld_figures", _detect)

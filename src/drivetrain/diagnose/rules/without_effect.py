@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from drivetrain.catalogue import catalogue
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Evidence, Finding
+from drivetrain.diagnose.remedies import treats
 from drivetrain.diagnose.rule import Rule
 from drivetrain.measure.optimisation import OptimisationRecord
 
@@ -43,17 +44,8 @@ def _finding(facts: Facts, record: OptimisationRecord) -> Finding:
 
 
 def _treated_ns(facts: Facts, name: str) -> float:
-    treats = next((entry.treats for entry in catalogue() if entry.name == name), ())
-    return sum(
-        ns
-        for one, ns in facts.mean.classes.items()
-        if any(one == treated or one.startswith(f"{treated}.") for treated in treats)
-    )
+    entries = [entry for entry in catalogue() if entry.name == name]
+    return sum(ns for one, ns in facts.mean.classes.items() if any(treats(entry, one) for entry in entries))
 
 
-RULE = Rule(
-    name="without_effect",
-    summary="requested optimisations that were not put into effect, or whose effect the records contradict",
-    needs="optimisation records of a run",
-    detect=_detect,
-)
+RULE = Rule("without_effect", _detect)

@@ -11,7 +11,6 @@ runs are kept in ``--folder``, so that an interrupted session goes on where it w
 import argparse
 import collections
 import json
-import math
 import random
 import signal
 import sys
@@ -23,12 +22,14 @@ from drivetrain.tune.gate import Evidence, Verdict
 from drivetrain.tune.gate_exact import exact_gate
 from drivetrain.tune.gate_roundoff import round_off_gate
 from drivetrain.tune.gate_statistical import LOOKS, statistical_gate
-from harness.claims import Claim, document
+from harness.claims import Claim, document, wilson
 from harness.gate_harms import HARMS, Harm
 from harness.gate_trainer import Job, Runs
 
 WANTED_SHARE = 0.9
 """36 of 40."""
+REJECTIONS = ("fail", "suspicious", "inconclusive")
+"""Runs that cannot be compared were not judged, so they are no rejection."""
 ROUND_OFF_CONTROLS = {"unfused AdamW": ("optimizer.fused=false",), "torch.compile": ("fusion.compile=true",)}
 DATA_ORDER = 77
 
@@ -169,17 +170,10 @@ class Session:
         return Job(name, (f"run.seed={seed}", f"training.train_iters={steps}", *more))
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """95% interval of a share (Wilson 1927)."""
-    z, share = 1.959964, successes / trials
-    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return centre - half, centre + half
-
-
 def claim(text: str, attempts: Sequence[Attempt], passes: bool, *, target: float, note: str) -> Claim:
     """The share of attempts that went as wanted, over the share that is wanted."""
-    went = sum((attempt.verdict == "pass") is passes for attempt in attempts)
+    wanted = ("pass",) if passes else REJECTIONS
+    went = sum(attempt.verdict in wanted for attempt in attempts)
     low, high = wilson(went, len(attempts))
     answers = collections.Counter((attempt.what, attempt.verdict) for attempt in attempts)
     told = "; ".join(f"{what}: {count} {verdict}" for (what, verdict), count in sorted(answers.items()))

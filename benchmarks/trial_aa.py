@@ -21,7 +21,7 @@ from drivetrain.config import load_config, to_toml
 from drivetrain.tune.trainer import CommandLineTrainer
 from drivetrain.tune.trial import TrialSettings, run_trial
 from drivetrain.tune.trial_statistics import Noise, speed_ratio
-from harness.claims import Claim, document
+from harness.claims import Claim, document, wilson
 
 OVERRIDES = (
     "model.num_layers=2",
@@ -68,9 +68,7 @@ def coverage(name: str, order: str, series: Sequence[Sequence[float]], target: f
     """How often the interval covers 1, over what is asked of it, with Wilson's interval (95%)."""
     measured = [speed_ratio(order, speeds, confidence=0.95) for speeds in series]
     covered, count = sum(one.low <= 1 <= one.high for one in measured), len(measured)
-    share, z = covered / count, 1.959964
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    low, high = wilson(covered, count)
     worst = max(abs(math.log(one.ratio)) for one in measured)
     return Claim(
         f"{name}: share of 95% intervals that cover 1, over {LEAST_COVERED}",
@@ -78,9 +76,9 @@ def coverage(name: str, order: str, series: Sequence[Sequence[float]], target: f
         "",
         [],
         [],
-        share / LEAST_COVERED,
-        (middle - half) / LEAST_COVERED,
-        (middle + half) / LEAST_COVERED,
+        covered / count / LEAST_COVERED,
+        low / LEAST_COVERED,
+        high / LEAST_COVERED,
         target,
         f"{covered} of {count} cover 1; largest deviation of a ratio from 1: {math.expm1(worst):.2%}; median half "
         f"width {sorted(one.high / one.ratio - 1 for one in measured)[count // 2]:.2%}",

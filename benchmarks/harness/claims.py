@@ -1,13 +1,14 @@
 """Claims: two sides, a ratio turned so that at least ``target`` is won, an interval, a note."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from drivetrain.measure.statistics import ratio_of_medians
 
-__all__ = ["Claim", "claim_of_ratios", "claim_of_times", "document", "verdict"]
+__all__ = ["Claim", "claim_of_ratios", "claim_of_times", "document", "verdict", "wilson"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ def claim_of_ratios(
     """A claim about a share or a size; ``ratios`` are repeated measurements, already turned."""
     ratio, low, high = ratio_of_medians([1.0], ratios)
     return Claim(claim, peer, peer_version, [], [], ratio, low, high, target, note)
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """95% interval of a share (Wilson 1927)."""
+    z, share = 1.959964, successes / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return centre - half, centre + half
 
 
 def verdict(claim: Claim) -> str:

@@ -13,6 +13,7 @@ from drivetrain.archive.listing import list_runs
 from drivetrain.archive.origin import RunOrigin
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.config import load_config
+from drivetrain.errors import DrivetrainError
 from drivetrain.tune.gate import Evidence
 from drivetrain.tune.gate_files import read_evidence
 
@@ -70,12 +71,21 @@ class Runs:
                 shutil.rmtree(run.path)
 
     def get(self, job: Job) -> Evidence:
-        """The evidence of ``job``."""
+        """The evidence of ``job``.
+
+        Raises:
+            DrivetrainError: its run crashed. No harm is meant to crash, so that run says nothing of the gate.
+        """
         if job.name not in self._evidence:
             run = self._runs.get(job.name)
             if run is None:
                 run = self._runs[job.name] = self._train(job)
-            self._evidence[job.name] = read_evidence(run)
+            found = read_evidence(run)
+            if found.end == "failed":
+                raise DrivetrainError(
+                    f"the run {job.name} crashed: {found.reason}; delete {run.path}, and it is trained again"
+                )
+            self._evidence[job.name] = found
         return self._evidence[job.name]
 
     def note(self) -> str:

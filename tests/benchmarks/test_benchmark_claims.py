@@ -143,3 +143,20 @@ def test_ticks_of_other_processes_are_shares_of_all_cpus() -> None:
     assert foreign_share(start, Usage(1.0, TICKS_PER_S, TICKS_PER_S // 2), cpus=2) == 0.25
     # A tick may be counted for the process before it is counted for the machine.
     assert foreign_share(start, Usage(2.0, 99, 100), cpus=2) == 0.0
+
+
+def test_what_parallel_reports_for_information_says_so_in_its_note() -> None:
+    import parallel
+
+    found: dict[str, object] = {"torch": "2.0"}
+    for ours, peers in parallel.PEERS.items():
+        sides = [ours, *peers]
+        one = {"traffic": {name: {"all_reduce": [2, 8]} for name in sides}}
+        found[ours] = {
+            **one,
+            **{kind: {name: [1.0, 1.0] for name in sides} for kind in ("times", "cpu", "foreign")},
+        }
+    claims = parallel.claims_of(found)
+    assert {verdict(claim) for claim in claims} == {"won", "information"}
+    for claim in claims:
+        assert claim.note.startswith("for information, ") == (verdict(claim) == "information"), claim.claim

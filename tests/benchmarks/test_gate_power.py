@@ -3,10 +3,12 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from drivetrain.config import load_config
+from drivetrain.archive.writer import RunWriter
+from drivetrain.config import load_config, to_toml
 from drivetrain.engine import loop
 from drivetrain.engine.data.corpus import ensure_corpus
 from drivetrain.engine.data.loader import BatchLoader
@@ -14,7 +16,9 @@ from drivetrain.engine.model import decoder
 from drivetrain.engine.model.batch import Batch, check_batch
 from drivetrain.engine.model.dropout import Dropout
 from drivetrain.engine.step import Stepper
-from gate_power import FULL, QUICK, Attempt, Session, claims_of, wilson
+from drivetrain.errors import DrivetrainError
+from gate_power import FULL, QUICK, Attempt, Session, claims_of
+from harness.claims import wilson
 from harness.gate_harms import HARMS, Harm
 from harness.gate_trainer import Job, Runs
 from runs_on_the_spot import Tiny
@@ -104,3 +108,40 @@ def test_claims_count_what_went_as_wanted(tmp_path: Path) -> None:
     assert "1 inconclusive" in rejected.note
     assert passed.ratio == pytest.approx(1 / 0.9)
     assert (control.target, control.ratio) == (0.0, 0.0)
+
+
+def test_what_could_not_be_compared_is_no_rejection(tmp_path: Path) -> None:
+    session = Session(Runs(tmp_path), FULL)
+    answers = ("fail", "suspicious", "inconclusive", "not comparable", "pass")
+    name = next(iter(HARMS))
+    session.attempts = [Attempt(name, 1, "round-off", answer, "") for answer in answers]
+    (rejected,) = claims_of(session)
+    assert rejected.ratio == pytest.approx(3 / 5 / 0.9)
+    assert "1 not comparable" in rejected.note
+
+
+def test_a_run_that_crashed_is_no_evidence(tmp_path: Path) -> None:
+    crashed = write_run(tmp_path, "crashed", {"status": "failed"})
+    write_run(tmp_path, "diverged", {"status": "diverged"})
+    runs = Runs(tmp_path)
+    with pytest.raises(DrivetrainError, match=f"the run crashed crashed: it ended; delete {crashed}"):
+        runs.get(Job("crashed", ()))
+    assert runs.get(Job("diverged", ())).end == "diverged"
+
+
+def write_run(folder: Path, name: str, summary: dict[str, Any]) -> Path:
+    """A run that failed, with whatever its summary says."""
+    manifest: dict[str, Any] = {
+        "config_hash": "0",
+        "layout": {"world_size": 1},
+        "provenance": {},
+        "devices": {},
+        "dataset": {},
+        "seed": 1,
+    }
+    config = to_toml(load_config("llama-2m").config)
+    with RunWriter.create(folder, name, config_toml=config, manifest=manifest) as writer:
+        writer.open_segment(1)
+        writer.write_summary(summary)
+        writer.event("end", status="failed", reason="it ended")
+        return writer.path

@@ -18,7 +18,13 @@ Invoke = Callable[..., Result]
 
 
 def make_run(
-    runs_dir: Path, name: str, *, lr: str = "1e-3", torch: str = "2.13.0", speed: float = 100.0
+    runs_dir: Path,
+    name: str,
+    *,
+    lr: str = "1e-3",
+    torch: str = "2.13.0",
+    speed: float = 100.0,
+    steps: int = 0,
 ) -> Path:
     manifest = {
         "config_hash": "0" * 64,
@@ -31,6 +37,9 @@ def make_run(
     config = load_config("llama-2m", (f"optimizer.lr={lr}",)).config
     with RunWriter.create(runs_dir, name, config_toml=to_toml(config), manifest=manifest) as writer:
         writer.open_segment(1)
+        for step in range(1, steps + 1):
+            figures = {"progress/tokens": 1024 * step, "train/loss": 5.0, "train/grad_norm": 1.0}
+            writer.log_metrics(step, figures, [])
         writer.write_summary({"status": "finished", "tokens_per_second": speed, "tokens": 10, "mfu": None})
         writer.event("end", status="finished", reason=None)
         return writer.path
@@ -120,7 +129,7 @@ def test_a_folder_that_is_no_run_is_bad_input(invoke: Invoke, tmp_path: Path) ->
 
 
 def test_the_gate_answers_by_its_exit_code_and_one_document(invoke: Invoke, tmp_path: Path) -> None:
-    first, second = make_run(tmp_path, "first"), make_run(tmp_path, "second")
+    first, second = make_run(tmp_path, "first", steps=20), make_run(tmp_path, "second", steps=20)
     result = invoke(first, second, "--gate", "--json")
     document = json.loads(result.stdout)
     assert document.keys() == {"schema", "tier", "verdict", "why", "numbers"}

@@ -56,6 +56,15 @@ def test_a_budget_that_starts_no_five_processes_is_refused_at_once() -> None:
         ([], "what is to be tuned"),
         (["--replay", "x"], "no tune 'x'"),
         (["llama-2m", "--replay", "x"], "runs nothing"),
+        (["--replay", "x", "--budget", "1h", "--only", "compile"], "drop --budget, --only"),
+        (
+            ["--replay", "x", "--no-leave-one-out", "--gate-steps", "20", "--short-gates"],
+            "drop --no-leave-one-out, --gate-steps, --short-gates",
+        ),
+        (
+            ["--replay", "x", "--trial-steps", "4", "--knob-trials", "0", "--nproc", "1"],
+            "drop --trial-steps, --knob-trials, --nproc",
+        ),
         (["llama-2m", "--only", "warp_drive"], "no optimisation is called 'warp_drive'"),
         (["llama-2m", "--short-gates", "--gate-steps", "50"], "give one of them"),
         (["llama-2m", "training.global_batch_size=17"], "global_batch_size"),

@@ -7,7 +7,9 @@ from typing import Any
 from drivetrain.archive.atomic import write_json
 from drivetrain.archive.tunes import Tune
 from drivetrain.archive.writer import RunWriter
-from drivetrain.config import RunConfig, load_config, to_toml
+from drivetrain.catalogue import catalogue
+from drivetrain.config import RunConfig, leaf_values, load_config, to_toml
+from drivetrain.measure.optimisation import Evidence, OptimisationRecord
 from drivetrain.tune.gate import Verdict
 from drivetrain.tune.ladder_settings import LadderSettings
 from drivetrain.tune.session import climb_tune, start_tune
@@ -62,6 +64,9 @@ class FakeRunner:
 
     Attributes:
         failures: answers a configuration with (outcome, message), or None where it runs well.
+        inactive: answers a configuration with why compile is not in effect, or None where it is.
+        refuted: entries that a profile shows to have no effect.
+        records: what becomes of the records of a run's optimisations.
         started: (verb, name of the run) of every attempt.
         before: called before each attempt.
     """
@@ -75,6 +80,8 @@ class FakeRunner:
         self.model = model
         self.failures = failures
         self.inactive = inactive
+        self.refuted: tuple[str, ...] = ()
+        self.records: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = lambda records: records
         self.started: list[tuple[str, str]] = []
         self.options: list[list[str]] = []
         self.before: Callable[[], None] = lambda: None
@@ -149,23 +156,37 @@ class FakeRunner:
                 seconds = self.step_s(config, step, step_s)
                 writer.log_metrics(step, {"time/step_s": seconds * (3 if tags else 1)}, tags)
             path = writer.path
-        reason = self.inactive(config)
         summary = {
             "run": str(path),
             "status": "finished",
             "step_time_s": {"p50": step_s},
             "wall": {"steps_s": steps * step_s},
             "peak_memory_bytes": 1000 * kilobytes_of(config),
-            "optimisations": [
-                {
-                    "name": "compile",
-                    "requested": config.fusion.compile,
-                    "active": reason is None,
-                    "reason": reason,
-                }
-            ],
+            "optimisations": self.records([one.to_document() for one in self._records(config, verb)]),
         }
         return Attempt("finished", path, "", START_S + steps * step_s, summary)
+
+    def _records(self, config: RunConfig, verb: str) -> list[OptimisationRecord]:
+        values = {leaf.path: value for leaf, value in leaf_values(config)}
+        found = []
+        for entry in catalogue():
+            requested = entry.requested(config)
+            reason = self.inactive(config) if entry.name == "compile" else None
+            evidence = None
+            if verb == "profile" and requested:
+                refuted = entry.name in self.refuted
+                evidence = Evidence("absent", "nothing of it was seen") if refuted else Evidence("shown", "")
+            record = OptimisationRecord(
+                entry.name,
+                entry.field,
+                values[entry.field],
+                requested=requested,
+                active=requested and reason is None,
+                reason=reason,
+                evidence=evidence,
+            )
+            found.append(record)
+        return found
 
 
 _WINDOW = (

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from drivetrain.engine.step import Stepper
 from drivetrain.engine.worker import work
 from drivetrain.errors import DrivetrainError, RunError
 from drivetrain.tune import gate_plan, gate_runs
+from drivetrain.tune.gate import Evidence, Leak, Tier
 from drivetrain.tune.gate_change import tier_of_change
 from drivetrain.tune.gate_files import read_evidence, read_gradients
 from drivetrain.tune.gate_runs import GateSettings, gate_of_runs, run_gate
@@ -214,6 +216,25 @@ def test_a_run_is_never_compared_with_itself(files: Files) -> None:
         assert len(trainer.trained) == runs, "both sides were trained, although they are the same"
 
 
+@pytest.mark.parametrize("verdict", ["not applicable", "leak"])
+def test_a_first_pair_whose_probe_is_not_clean_ends_the_statistical_tier(
+    files: Files, monkeypatch: pytest.MonkeyPatch, verdict: str
+) -> None:
+    clean = gate_runs.read_evidence
+
+    def probed(run: Run, **options: Any) -> Evidence:
+        found = clean(run, **options)
+        return found if found.leak is None else replace(found, leak=Leak(verdict, "so it was"))
+
+    monkeypatch.setattr(gate_runs, "read_evidence", probed)
+    candidate = files.variant("candidate", precision={"params_dtype": "bf16"})
+    trainer = InProcessTrainer()
+    found = judge(files, candidate, "statistical", trainer)
+    assert found.verdict == {"not applicable": "inconclusive", "leak": "not comparable"}[verdict]
+    assert "so it was" in found.why
+    assert len(trainer.trained) == 2
+
+
 def make(tiny: Tiny, *overrides: str, parent: Run | None = None, probe: bool = False) -> Run:
     """A run as a user makes it: 20 steps, started by itself."""
     loaded = load_config(str(tiny.file), ["training.train_iters=20", "run.deterministic=true", *overrides])
@@ -237,6 +258,70 @@ def test_without_probes_the_answer_is_inconclusive_and_names_the_commands(tiny: 
     assert command.endswith(" --probe")
     assert command in found.why
     assert found.numbers["change"] == {"data.num_workers": 1}
+
+
+def of_commit(run: Run, commit: str) -> Run:
+    """The run, as if it had been made by the code of another commit."""
+    manifest = json.loads((run.path / "run.json").read_bytes())
+    manifest["provenance"]["git"]["commit"] = commit
+    (run.path / "run.json").write_text(json.dumps(manifest))
+    return open_run(run.path)
+
+
+def test_runs_of_different_code_get_no_companions_and_no_pass(tiny: Tiny) -> None:
+    plain = "run.deterministic=false"
+    first, second = of_commit(make(tiny, plain), "aaaa"), of_commit(make(tiny, plain), "bbbb")
+    trainer = InProcessTrainer()
+    for asked in (None, trainer):
+        found = gate_of_runs(first, second, trainer=asked)
+        assert found.verdict == "inconclusive"
+        assert "runs are missing that cannot be made: baseline, candidate" in found.why
+        assert "different code (commit aaaa and bbbb)" in found.why
+        assert "--run-missing" not in found.why
+        assert "drivetrain train" not in found.why
+        assert "missing" not in found.numbers
+    assert trainer.trained == []
+
+
+def test_companions_of_other_code_than_the_runs_are_not_taken(tiny: Tiny) -> None:
+    first, second = make(tiny), make(tiny, "data.num_workers=1")
+    for overrides in ((), ("data.num_workers=1",)):
+        of_commit(make(tiny, *overrides, probe=True), "aaaa")
+    assert gate_of_runs(first, second).verdict == "inconclusive"
+    for run in (first, second):
+        of_commit(run, "aaaa")
+    assert gate_of_runs(open_run(first.path), open_run(second.path)).verdict == "pass"
+
+
+def test_runs_of_one_other_code_name_the_commands_and_are_not_made_by_this_code(tiny: Tiny) -> None:
+    first, second = (of_commit(make(tiny, f"data.num_workers={count}"), "aaaa") for count in (0, 1))
+    trainer = InProcessTrainer()
+    found = gate_of_runs(first, second, trainer=trainer)
+    assert (found.verdict, trainer.trained) == ("inconclusive", [])
+    assert "the runs are of other code than this (commit aaaa and " in found.why
+    assert "with theirs: baseline: drivetrain train" in found.why
+    assert "--run-missing" not in found.why
+
+
+def test_deterministic_probed_runs_of_different_code_are_compared_as_they_are(tiny: Tiny) -> None:
+    first, second = (of_commit(make(tiny, probe=True), commit) for commit in ("aaaa", "bbbb"))
+    assert gate_of_runs(first, second, trainer=InProcessTrainer()).verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("tier", "overrides"),
+    [("exact", ()), ("exact", ("run.deterministic=false",)), ("round-off", ())],
+)
+def test_runs_too_short_to_decide_get_no_companions(
+    tiny: Tiny, tier: Tier, overrides: tuple[str, ...]
+) -> None:
+    short = ("training.train_iters=10", *overrides)
+    first, second = make(tiny, *short), make(tiny, *short, "data.num_workers=1")
+    trainer = InProcessTrainer()
+    found = gate_of_runs(first, second, tier=tier, trainer=trainer)
+    assert (found.verdict, trainer.trained) == ("inconclusive", [])
+    assert "the runs have 10 steps in common, at least 20 are needed" in found.why
+    assert "drivetrain train" not in found.why
 
 
 def test_missing_runs_are_made_when_asked_for(tiny: Tiny) -> None:

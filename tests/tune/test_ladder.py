@@ -9,9 +9,11 @@ import pytest
 from fake_runs import Climb, FakeGate, FakeRunner, classes_of
 
 from drivetrain.archive.tunes import Tune
-from drivetrain.config import RunConfig, load_config
+from drivetrain.cli.tune_command import Options, run_replay
+from drivetrain.config import BASIC_RULES, LaunchFacts, Rule, RunConfig, load_config
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.tune.session import climb_tune, contract
+from drivetrain.tune.trainer import Attempt
 
 
 @pytest.fixture
@@ -121,6 +123,44 @@ def test_a_request_without_effect_is_found_by_its_first_block(climb: Climb) -> N
     assert len(step["blocks"]) == 2
 
 
+def test_a_kept_change_that_its_own_profile_refutes_is_a_finding(climb: Climb) -> None:
+    runner = FakeRunner()
+    runner.refuted = ("fused_adamw",)
+    tune = climb(runner, only=("fused_adamw",))
+    assert steps(tune)["fused_adamw"]["kept"]
+    said = "optimizer.fused=true was kept, and has no effect in its own profile: nothing of it was seen"
+    assert said in tune.document["findings"]
+
+
+def test_what_the_catalogue_demands_of_an_entry_is_asked_before_it_is_tried(
+    climb: Climb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(config: RunConfig, _facts: LaunchFacts) -> str | None:
+        return "compile wants one layer" if config.fusion.compile and config.model.num_layers > 1 else None
+
+    rules = (*BASIC_RULES, Rule("one-layer", ("fusion.compile",), check, "compile wants one layer"))
+    monkeypatch.setattr("drivetrain.tune.candidates.all_rules", lambda: rules)
+    tune = climb()
+    assert "compile" not in steps(tune)
+    (why,) = [one for one in tune.document["findings"] if one.startswith("compile was not tried")]
+    assert "compile wants one layer" in why
+
+
+def test_a_baseline_that_breaks_a_rule_of_an_entry_is_refused(
+    climb: Climb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(config: RunConfig, _facts: LaunchFacts) -> str | None:
+        return "compile wants one layer" if config.fusion.compile else None
+
+    rules = (*BASIC_RULES, Rule("one-layer", ("fusion.compile",), check, "compile wants one layer"))
+    path = climb.start(overrides=("fusion.compile=true",))
+    monkeypatch.setattr("drivetrain.tune.ladder.all_rules", lambda: rules)
+    runner = FakeRunner()
+    with pytest.raises(ConfigurationError, match="compile wants one layer"):
+        climb_tune(path, runner=runner, gate=FakeGate())
+    assert runner.started == []
+
+
 def test_memory_is_that_of_the_candidate_less_that_of_its_parent(climb: Climb) -> None:
     assert steps(climb())["bf16"]["memory_bytes"] == -100_000
 
@@ -176,6 +216,86 @@ def test_a_change_whose_removal_does_not_slow_the_run_is_dropped_and_said(climb:
     assert any("optimizer.fused=true was kept and then dropped" in one for one in document["findings"])
     assert not load_config(str(tune.path / "configs" / "final.toml")).config.optimizer.fused
     assert document["final_gate"]["tier"] == "statistical"
+
+
+def during_first_removal(factor: float) -> FakeRunner:
+    """The candidate of the trial in which the first step is removed takes ``factor`` times its step."""
+
+    def model(config: RunConfig) -> dict[str, float]:
+        scale = factor if config.run.name == "without-1-b" else 1.0
+        return {name: seconds * scale for name, seconds in classes_of(config).items()}
+
+    return FakeRunner(model)
+
+
+def test_where_everything_kept_is_dropped_together_nothing_is_held_against_the_baseline(climb: Climb) -> None:
+    gate = FakeGate()
+    tune = climb(during_first_removal(0.1), gate, only=("data_workers",), knob_trials=3)
+    document = tune.document
+    assert document["status"] == "finished"
+    assert sum(step["gate"] is not None for step in document["steps"]) == 2, "the entry and its knob's value"
+    assert not any(step["kept"] for step in document["steps"])
+    assert (document["final"], document["final_gate"], len(gate.held)) == (None, None, 2)
+
+
+def test_what_went_with_its_entry_keeps_no_other_from_being_removed_once(climb: Climb) -> None:
+    tune = climb(during_first_removal(0.1), only=("data_workers", "fused_adamw", "bf16"), knob_trials=3)
+    document = tune.document
+    assert sum(step["gate"] is not None for step in document["steps"]) == 4
+    removed = {one["entry"]: one["kept"] for one in document["leave_one_out"]}
+    assert removed == {"data_workers": False, "fused_adamw": True, "bf16": True}
+
+
+def test_a_change_without_which_the_run_cannot_be_profiled_stays(climb: Climb) -> None:
+    class Failing(FakeRunner):
+        def profile(self, config: Path, overrides: Any, **options: Any) -> Attempt:
+            if any("profile-without-" in one for one in overrides):
+                return Attempt("crash", None, "no room", 1.0, None)
+            return super().profile(config, overrides, **options)
+
+    tune = climb(Failing(shadowed), only=("fused_adamw", "bf16"))
+    document = tune.document
+    removed = {step["entry"]: step for step in document["leave_one_out"]}
+    assert removed["fused_adamw"]["kept"]
+    assert "no room" in removed["fused_adamw"]["why"]
+    assert steps(tune)["fused_adamw"]["kept"]
+    assert load_config(str(tune.path / "configs" / "final.toml")).config.optimizer.fused
+
+
+def test_a_change_without_which_the_run_fails_stays_and_that_is_said(climb: Climb) -> None:
+    runner = FakeRunner(
+        failures=lambda config: (
+            ("out_of_memory", "too large") if (config.run.name or "").startswith("without-1-b") else None
+        )
+    )
+    tune = climb(runner, only=("data_workers", "fused_adamw"))
+    first = tune.document["leave_one_out"][0]
+    assert first["kept"]
+    assert first["why"].startswith("it stays, it could not be run without it; ")
+    assert "too large" in first["why"]
+
+
+def test_an_undecided_removal_leaves_the_change_where_it_is(
+    climb: Climb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = FakeRunner()
+    factors = iter([0.6, 1.1] * 8)
+
+    def model(config: RunConfig) -> dict[str, float]:
+        removed = (config.run.name or "").startswith("without-1-b")
+        scale = 0.9 * next(factors) if removed else 1.0
+        return {name: seconds * scale for name, seconds in classes_of(config).items()}
+
+    runner.model = model
+    tune = climb(runner, only=("data_workers", "fused_adamw"))
+    first = tune.document["leave_one_out"][0]
+    assert first["measured"]["low"] < 0.99 < 1 < first["measured"]["ratio"]
+    assert first["kept"]
+    assert first["why"].startswith("it stays, by its own trial; ")
+    assert all(step["kept"] for step in tune.document["steps"])
+    shown = Options(None, str(tune.path.parent), (), True, None, False, None, None, None)
+    assert run_replay(tune.id, (), shown, as_json=False) == 0
+    assert "stays" in capsys.readouterr().out.partition("without")[2].splitlines()[2]
 
 
 def test_what_slows_the_run_when_removed_stays(climb: Climb) -> None:
@@ -234,6 +354,39 @@ def test_what_a_search_found_goes_with_the_entry_it_belongs_to(climb: Climb) -> 
     assert load_config(str(tune.path / "configs" / "final.toml")).config.data.num_workers == 0
 
 
+def test_what_a_search_found_is_measured_afresh_in_the_end(climb: Climb) -> None:
+    runner = FakeRunner()
+    tune = climb(runner, overrides=("data.num_workers=1",), only=("data_workers",), knob_trials=3)
+    (kept,) = [step for step in tune.document["steps"] if step["kept"]]
+    assert ("train", "final-trial-b") in runner.started
+    assert tune.document["final_trial"]["blocks"] != kept["blocks"]
+    own = FakeRunner()
+    climb(own, only=("fused_adamw",))
+    assert ("train", "final-trial-b") not in own.started, "an entry's own trial is that of the end"
+
+
+def test_the_end_of_a_search_that_comes_first_fits_the_budget(climb: Climb) -> None:
+    settings: dict[str, Any] = {"overrides": ("data.num_workers=1",), "only": ("data_workers",)}
+    spent = []
+    for budget_s in range(60, 140, 10):
+        try:
+            document = climb(budget_s=float(budget_s), knob_trials=1, **settings).document
+        except DrivetrainError:
+            continue
+        spent.append(document["spent_s"])
+        assert document["spent_s"] <= budget_s
+        assert document["final_gate"] is not None
+    assert len(spent) > 1, "some budgets hold a search, its gate and the end"
+
+
+def test_a_leaf_changed_twice_says_what_it_was_each_time(climb: Climb) -> None:
+    tune = climb(only=("data_workers",), knob_trials=3)
+    lines = (tune.path / "configs" / "final.toml").read_text().splitlines()
+    place = next(place for place, line in enumerate(lines) if line.startswith("num_workers"))
+    assert lines[place - 2].startswith("# was 0: ")
+    assert lines[place - 1].startswith("# was 1: ")
+
+
 # -- bad input and budgets ----------------------------------------------------------------------------------------
 
 
@@ -245,6 +398,16 @@ def test_a_diverging_baseline_is_said(climb: Climb) -> None:
     from drivetrain.archive.tunes import open_tune
 
     assert open_tune(path).document["status"] == "failed"
+
+
+@pytest.mark.parametrize("outcome", ["hang", "crash"])
+def test_a_baseline_that_failed_is_profiled_again_when_the_tune_goes_on(climb: Climb, outcome: Any) -> None:
+    path = climb.start(only=("fused_adamw",))
+    with pytest.raises(DrivetrainError, match=outcome):
+        climb_tune(path, runner=FakeRunner(failures=lambda _config: (outcome, "once")), gate=FakeGate())
+    tune = climb_tune(path, runner=FakeRunner(), gate=FakeGate())
+    assert tune.document["status"] == "finished"
+    assert steps(tune)["fused_adamw"]["kept"]
 
 
 def test_an_illegal_baseline_is_refused_before_anything_runs(climb: Climb) -> None:

@@ -14,7 +14,7 @@ from drivetrain.config import (
     violations,
 )
 from drivetrain.errors import ConfigurationError
-from drivetrain.tune.moves import Change, batch_move, changed, single
+from drivetrain.tune.moves import Change, batch_move, changed
 from drivetrain.tune.short_run import as_override, prefetched_steps, short_run, steps_to_run
 
 
@@ -56,9 +56,9 @@ def test_a_change_is_taken_back_by_the_values_before_it() -> None:
 
 def test_an_unknown_leaf_or_a_value_out_of_range_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="no such field"):
-        changed(config(), single("data.workers", 1))
+        changed(config(), Change({"data.workers": 1}))
     with pytest.raises(ConfigurationError, match="num_workers"):
-        changed(config(), single("data.num_workers", -1))
+        changed(config(), Change({"data.num_workers": -1}))
 
 
 @given(schema_valid_configs())

@@ -157,6 +157,38 @@ def test_checkpoints_of_blocks_are_removed(bench: Bench) -> None:
     assert list((bench.folder / "runs").glob("*/checkpoints")) == []
 
 
+def test_a_candidate_whose_change_is_not_recorded_or_not_requested_is_without_effect(bench: Bench) -> None:
+    runner = FakeRunner()
+    assert bench(FUSED, runner, must_be_active="fused_adamw").faster
+    runner.records = lambda records: [one for one in records if one["name"] != "fused_adamw"]
+    result = bench(FUSED, runner, must_be_active="fused_adamw")
+    assert (len(result.blocks), result.faster) == (2, False)
+    assert result.why == "without effect: the run has no record of fused_adamw"
+    runner.records = lambda records: [{**one, "requested": False} for one in records]
+    result = bench(FUSED, runner, must_be_active="fused_adamw")
+    assert (len(result.blocks), result.faster) == (2, False)
+    assert result.why == "without effect: fused_adamw was not requested in the run"
+
+
+@pytest.mark.parametrize("folder", ["none", '"quoted"', "a #b"])
+def test_runs_lie_where_they_were_asked_for_whatever_the_folder_is_called(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(bench.folder)
+    for name, config in (("a", bench.parent), ("b", changed(bench.parent, Change(FUSED)))):
+        (bench.folder / f"{name}.toml").write_text(to_toml(config))
+    result = run_trial(
+        bench.folder / "a.toml",
+        bench.folder / "b.toml",
+        trainer=FakeRunner(),
+        runs_dir=Path(folder),
+        name="t",
+        settings=TrialSettings(steps=4),
+    )
+    assert len(result.blocks) == 4
+    assert all(Path(block.run or "").parent == Path(folder) for block in result.blocks)
+
+
 def test_a_trial_survives_its_way_through_json(bench: Bench) -> None:
     import json
 

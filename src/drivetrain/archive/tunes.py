@@ -53,11 +53,6 @@ class Tune:
         """The name the folder was made under."""
         return str(self.document["tune"])
 
-    @property
-    def runs_dir(self) -> Path:
-        """The archive of its runs."""
-        return self.path / "runs"
-
     def status(self) -> str:
         """``finished``, ``interrupted`` or ``failed`` as stored; ``running`` while a process holds its lock, else
         ``lost``: it was killed, and can be resumed."""

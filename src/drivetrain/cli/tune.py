@@ -71,14 +71,6 @@ def tune(
     from drivetrain.cli.tune_command import Options, run_replay, run_tune
     from drivetrain.errors import DrivetrainError
 
-    if replay is not None:
-        if config is not None:
-            raise DrivetrainError(f"--replay {replay} shows a tune and runs nothing; drop {config!r}")
-        raise typer.Exit(run_replay(replay, tunes_dir, as_json=json))
-    if config is None:
-        raise DrivetrainError(
-            "what is to be tuned? Give a preset, a TOML file or a tune; for example: llama-2m"
-        )
     options = Options(
         budget=budget,
         tunes_dir=tunes_dir,
@@ -90,4 +82,11 @@ def tune(
         knob_trials=knob_trials,
         num_processes=nproc,
     )
+    if replay is not None:
+        words = [] if config is None else [config, *(overrides or [])]
+        raise typer.Exit(run_replay(replay, words, options, as_json=json))
+    if config is None:
+        raise DrivetrainError(
+            "what is to be tuned? Give a preset, a TOML file or a tune; for example: llama-2m"
+        )
     raise typer.Exit(run_tune(config, overrides or [], options, as_json=json))

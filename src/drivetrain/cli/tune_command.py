@@ -38,6 +38,19 @@ class Options:
     knob_trials: int | None
     num_processes: int | None
 
+    def given(self) -> list[str]:
+        """The options that say how a new tune is climbed, and were given; ``--budget`` is not among them."""
+        given = {
+            "--only": bool(self.only),
+            "--no-leave-one-out": not self.leave_one_out,
+            "--gate-steps": self.gate_steps is not None,
+            "--short-gates": self.short_gates,
+            "--trial-steps": self.trial_steps is not None,
+            "--knob-trials": self.knob_trials is not None,
+            "--nproc": self.num_processes is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
+
 
 def run_tune(source: str, overrides: Sequence[str], options: Options, *, as_json: bool) -> int:
     """The verb; returns the exit code."""
@@ -60,11 +73,20 @@ def run_tune(source: str, overrides: Sequence[str], options: Options, *, as_json
     return 0 if done.document["final"] is not None else 1
 
 
-def run_replay(reference: str, tunes_dir: str, *, as_json: bool) -> int:
-    """Show a tune; returns the exit code."""
+def run_replay(reference: str, words: Sequence[str], options: Options, *, as_json: bool) -> int:
+    """Show a tune; returns the exit code.
+
+    Args:
+        words: configuration and overrides that were given with it: there must be none.
+    """
     from drivetrain.tune.session import contract
 
-    found = open_tune(reference, tunes_dir)
+    needless = [*map(repr, words), *(["--budget"] if options.budget is not None else []), *options.given()]
+    if needless:
+        raise DrivetrainError(
+            f"--replay {reference} shows a tune and runs nothing; drop {', '.join(needless)}"
+        )
+    found = open_tune(reference, options.tunes_dir)
     if as_json:
         show_document({**contract(found.document), "status": found.status()})
     else:
@@ -140,17 +162,7 @@ def _settings(options: Options) -> "LadderSettings":
 
 
 def _refuse_other_settings(source: str, overrides: Sequence[str], options: Options) -> None:
-    given = {
-        "--only": bool(options.only),
-        "--no-leave-one-out": not options.leave_one_out,
-        "--gate-steps": options.gate_steps is not None,
-        "--short-gates": options.short_gates,
-        "--trial-steps": options.trial_steps is not None,
-        "--knob-trials": options.knob_trials is not None,
-        "--nproc": options.num_processes is not None,
-        "overrides": bool(overrides),
-    }
-    named = [name for name, is_given in given.items() if is_given]
+    named = options.given() + (["overrides"] if overrides else [])
     if named:
         raise DrivetrainError(
             f"{source} is a tune: it goes on with what it was started with, so {', '.join(named)} cannot be given; "
@@ -182,13 +194,13 @@ def _show(tune: Tune) -> None:
     from rich.table import Table
 
     from drivetrain.cli.runs import print_table
-    from drivetrain.report.ladder_rows import LADDER_HEADINGS, ladder_rows, totals
+    from drivetrain.report.ladder_rows import LADDER_HEADINGS, ladder_rows, removal_rows, totals
 
     document = tune.document
     print(f"{tune.path}: {tune.status()}" + (f", {document['reason']}" if document["reason"] else ""))
     _show_baseline(document)
-    for title, steps in (("ladder", document["steps"]), ("without", document["leave_one_out"])):
-        rows = ladder_rows(steps)
+    tables = {"ladder": ladder_rows(document["steps"]), "without": removal_rows(document["leave_one_out"])}
+    for title, rows in tables.items():
         if not rows:
             continue
         table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from drivetrain.archive.account_file import UNEXPLAINED, newest_account
 from drivetrain.catalogue import Knob, Optimisation
+from drivetrain.catalogue.rules import all_rules
 from drivetrain.config import LaunchFacts, RunConfig, violations
 from drivetrain.errors import ConfigurationError
 from drivetrain.measure.account import Account, RankAccount, StepAccount, Window
+from drivetrain.tune.gate import TIERS
 from drivetrain.tune.moves import Change, changed
 
 __all__ = ["Candidate", "Survey", "account_of", "illegal", "survey"]
 
-_TIERS = ("exact", "round-off", "statistical")
 LEAST_SHARE = 0.01
 """Classes below this share of the step are not treated: their whole time is less than the least effect."""
 
@@ -61,7 +62,7 @@ def _cost(candidate: Candidate) -> tuple[int, int, bool, str]:
     the machine before what does (a compiler takes its time)."""
     entry = candidate.entry
     return (
-        _TIERS.index(entry.numerics),
+        TIERS.index(entry.numerics),
         0 if candidate.knob is None else 1,
         entry.capability is not None,
         candidate.key,
@@ -88,10 +89,9 @@ def survey(
     whole = sum(classes.values())
     ordered = dict(sorted(classes.items(), key=lambda item: (-item[1], item[0])))
     ordered.pop(UNEXPLAINED, None)
-    known = list(entries)
     rejected: dict[str, str] = {}
     pool: list[Candidate] = []
-    for entry in known:
+    for entry in entries:
         treats = _treated(entry, ordered)
         share = sum(ordered[name] for name in treats) / whole if whole else 0.0
         if share < LEAST_SHARE:
@@ -107,7 +107,7 @@ def survey(
             ]
         if entry.name in tried:
             continue
-        change, why = _switch_on(entry, config, facts, known, missing)
+        change, why = _switch_on(entry, config, facts, missing)
         if change is not None:
             pool.append(Candidate(entry, tuple(treats), change))
         elif why is not None:
@@ -123,16 +123,12 @@ def _switch_on(
     entry: Optimisation,
     config: RunConfig,
     facts: LaunchFacts,
-    known: Iterable[Optimisation],
     missing: Callable[[str], str | None],
 ) -> tuple[Change | None, str | None]:
     """The change that switches ``entry`` on, or why there is none; (None, None) where it is on."""
     leaves = entry.on(config, facts)
     if leaves is None:
         return None, None if entry.requested(config) else entry.applies(config, facts)
-    conflicts = [one.name for one in known if one.name in entry.conflicts and one.requested(config)]
-    if conflicts:
-        return None, f"it cannot be combined with {', '.join(conflicts)}"
     lacking = missing(entry.capability) if entry.capability is not None else None
     if lacking is not None:
         return None, f"this machine lacks {entry.capability}: {lacking}"
@@ -149,7 +145,7 @@ def illegal(config: RunConfig, change: Change, facts: LaunchFacts) -> str | None
         after = changed(config, change)
     except ConfigurationError as error:
         return str(error)
-    broken = violations(after, facts)
+    broken = violations(after, facts, all_rules())
     return "; ".join(map(str, broken)) if broken else None
 
 

@@ -27,6 +27,7 @@ __all__ = [
 
 Tier = Literal["exact", "round-off", "statistical"]
 TIERS: tuple[Tier, ...] = ("exact", "round-off", "statistical")
+"""From the cheapest gate to the strictest."""
 Answer = Literal["pass", "fail", "suspicious", "inconclusive", "not comparable"]
 End = Literal["finished", "diverged", "failed", "unfinished"]
 

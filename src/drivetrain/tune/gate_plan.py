@@ -1,7 +1,7 @@
 """The runs that the gate needs, the ones there are, and the commands for the rest."""
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from drivetrain.archive.reader import Run
 from drivetrain.config import RunConfig, data_seed, leaf_values, load_config
 from drivetrain.errors import DrivetrainError
 
-__all__ = ["Need", "Pool", "code_of", "this_code"]
+__all__ = ["Need", "Pool", "code_of", "differing_code", "this_code"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ class Need:
 
 
 def code_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a run's numbers beside its configuration: versions, processor, and the code itself."""
+    """What decides a run's numbers beside its configuration: versions, processor, and the code itself.
+
+    Of the code it is the commit and the difference from it; modules that git does not track are not seen.
+    """
     provenance = manifest["provenance"]
     git = provenance.get("git") or {}
     return {
@@ -69,6 +72,16 @@ def code_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def this_code() -> dict[str, Any]:
     """:func:`code_of` of a run that this process would start now."""
     return code_of({"provenance": collect([], Path(__file__).parent)})
+
+
+def differing_code(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """In what two :func:`code_of` differ, in words; None where they are equal."""
+    differing = [key for key in one if one[key] != other.get(key)]
+    if not differing:
+        return None
+    words = {"diff": "uncommitted changes", "cpu": "processor", "python": "Python"}
+    commits = " and ".join(str(code["commit"])[:9] for code in (one, other))
+    return ", ".join(f"commit {commits}" if key == "commit" else words.get(key, key) for key in differing)
 
 
 @dataclass(frozen=True)
@@ -117,45 +130,44 @@ class Pool:
         Args:
             without: paths of runs that are not meant.
         """
-        wanted = _leaves(need.config())
-        for entry in self._entries:
-            if (
-                entry.leaves == wanted
-                and entry.run.path not in without
-                and entry.world_size == need.world_size
-                and entry.origin.perturb_ulp == need.perturb_ulp
-                and (entry.origin.probe or not need.probe)
-                and self._usable(entry.run)
-            ):
-                return entry.run
-        return None
+        return next(
+            (
+                entry.run
+                for entry in self._like(need)
+                if entry.run.path not in without and entry.origin.perturb_ulp == need.perturb_ulp
+            ),
+            None,
+        )
 
     def perturbations(self, need: Need) -> list[int]:
         """Seeds by which runs like ``need`` were perturbed."""
-        wanted = _leaves(need.config())
-        return sorted(
-            {
-                entry.origin.perturb_ulp
-                for entry in self._entries
-                if entry.leaves == wanted
-                and entry.world_size == need.world_size
-                and entry.origin.perturb_ulp is not None
-                and (entry.origin.probe or not need.probe)
-                and self._usable(entry.run)
-            }
-        )
+        found = (entry.origin.perturb_ulp for entry in self._like(need))
+        return sorted({seed for seed in found if seed is not None})
 
     def seeds(self, need: Need) -> set[int]:
         """``run.seed`` of runs that are ``need`` but for it."""
-        wanted = _leaves(need.config()) | {"run.seed": None}
         return {
             entry.leaves["run.seed"]
-            for entry in self._entries
-            if {**entry.leaves, "run.seed": None} == wanted
-            and entry.world_size == need.world_size
-            and entry.origin.perturb_ulp is None
-            and self._usable(entry.run)
+            for entry in self._like(need, any_seed=True)
+            if entry.origin.perturb_ulp is None
         }
+
+    def _like(self, need: Need, *, any_seed: bool = False) -> Iterator[_Entry]:
+        """Usable runs of the configuration, world size and probe of ``need``, perturbed or not.
+
+        Args:
+            any_seed: whatever their ``run.seed``.
+        """
+        free: dict[str, Any] = {"run.seed": None} if any_seed else {}
+        wanted = _leaves(need.config()) | free
+        for entry in self._entries:
+            if (
+                {**entry.leaves, **free} == wanted
+                and entry.world_size == need.world_size
+                and (entry.origin.probe or not need.probe)
+                and self._usable(entry.run)
+            ):
+                yield entry
 
     def _usable(self, run: Run) -> bool:
         if self.code is not None and code_of(run.manifest) != self.code:

@@ -1,22 +1,22 @@
 """The gate over runs: it finds the runs a tier needs, has the missing ones made, and decides by the tier's rule."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.config import RunConfig, data_seed, load_config, tokens_per_step
 from drivetrain.config.serialise import differing_leaves
 from drivetrain.errors import DrivetrainError, RunError
-from drivetrain.tune.gate import Evidence, Tier, Verdict, refusal
+from drivetrain.tune.gate import Evidence, Tier, Verdict, refusal, with_leak_probe
 from drivetrain.tune.gate_change import change_of, tier_of_change
 from drivetrain.tune.gate_exact import LEAST_STEPS as EXACT_LEAST
 from drivetrain.tune.gate_exact import exact_gate
 from drivetrain.tune.gate_files import read_evidence
-from drivetrain.tune.gate_plan import Need, Pool, this_code
+from drivetrain.tune.gate_plan import Need, Pool, code_of, differing_code, this_code
 from drivetrain.tune.gate_roundoff import LEAST_PERTURBATIONS, round_off_gate
 from drivetrain.tune.gate_roundoff import LEAST_STEPS as ROUNDOFF_LEAST
 from drivetrain.tune.gate_statistical import LOOKS, statistical_gate
@@ -84,6 +84,9 @@ class _Bench:
     """Gives the evidence of each run that is needed: found, made, or noted as missing.
 
     A run is evidence of one side only: where both have the same configuration, a run compared with itself says nothing.
+
+    Attributes:
+        no_training: why this code cannot make companions; None: it can, where there is a trainer.
     """
 
     tier: Tier
@@ -94,6 +97,7 @@ class _Bench:
     progress: Callable[[str], None]
     missing: dict[str, str]
     side_of_run: dict[Path, str]
+    no_training: str | None = None
 
     def get(self, need: Need) -> Evidence | None:
         """None: it is missing, and no trainer is there to make it; :attr:`missing` has the command."""
@@ -102,7 +106,7 @@ class _Bench:
             need, without=[path for path, owner in self.side_of_run.items() if owner != side]
         )
         if run is None:
-            if self.trainer is None:
+            if self.trainer is None or self.no_training is not None:
                 self.missing[need.role] = need.command()
                 return None
             run = self._make(need, self.trainer)
@@ -242,7 +246,8 @@ def gate_of_runs(
     Args:
         tier: declared; None: by what the change claims in the catalogue.
         trainer: makes missing companions, beside the run they belong to; None: they are named, and without them the
-            answer is ``inconclusive``.
+            answer is ``inconclusive``. Companions are of the code of both runs, so there are none where the two are
+            of different code, and none are made where this code is another.
     """
     try:
         change = change_of(baseline, candidate)
@@ -252,15 +257,18 @@ def gate_of_runs(
     except RunError as error:
         return Verdict(tier, "not comparable", str(error))
     refused = refusal(chosen, *pair)
-    if refused is None and chosen == "exact" and all(one.deterministic for one in pair):
-        early = exact_gate(*pair, least_steps=settings.exact_steps)
-        refused = early if early.verdict in ("fail", "not comparable") else None
     if refused is None:
+        refused = _without_companions(chosen, pair[0], pair[1], settings)
+    if refused is None:
+        codes = [code_of(run.manifest) for run in (baseline, candidate)]
+        same = codes[0] == codes[1]
+        folders = dict.fromkeys([baseline.path.parent, candidate.path.parent])
         bench = _Bench(
             tier=chosen,
             pool=Pool(
                 first=[baseline, candidate],
-                folders=dict.fromkeys([baseline.path.parent, candidate.path.parent]),
+                folders=folders if same else (),
+                code=codes[0] if same else None,
             ),
             trainer=trainer,
             changed=changed,
@@ -268,6 +276,7 @@ def gate_of_runs(
             progress=progress,
             missing={},
             side_of_run={baseline.path: "baseline", candidate.path: "candidate"},
+            no_training=_why_no_training(codes[0], codes[1]),
         )
         order = pair[0].data_seed
         refused = _decide(
@@ -276,6 +285,42 @@ def gate_of_runs(
     return Verdict(
         refused.tier, refused.verdict, refused.why, {**refused.numbers, "change": change, "tier_rule": reason}
     )
+
+
+def _without_companions(
+    tier: Tier, baseline: Evidence, candidate: Evidence, settings: GateSettings
+) -> Verdict | None:
+    """What two runs decide by themselves; None where companions are needed."""
+    early, least = None, 0
+    if tier == "exact":
+        least = settings.exact_steps
+        if baseline.deterministic and candidate.deterministic:
+            early = exact_gate(baseline, candidate, least_steps=least)
+    elif tier == "round-off":
+        least = ROUNDOFF_LEAST
+        early = round_off_gate(baseline, candidate, [], perturbations=settings.perturbations)
+    if early is not None and early.verdict in ("fail", "not comparable"):
+        return early
+    steps = min(len(run.points) for run in (baseline, candidate))
+    if steps >= least:
+        return None
+    # Companions are as long as the runs they belong to.
+    why = f"the runs have {steps} steps in common, at least {least} are needed: train longer ones"
+    return Verdict(tier, "inconclusive", why, {"steps": steps})
+
+
+def _why_no_training(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> str | None:
+    """Why a run made by this code is no companion of two runs of these codes; None where it is."""
+    difference = differing_code(baseline, candidate)
+    if difference is not None:
+        return (
+            f"the two runs are of different code ({difference}), and no run is a companion of both; train both again "
+            "with one code"
+        )
+    difference = differing_code(baseline, this_code())
+    if difference is not None:
+        return f"the runs are of other code than this ({difference}, theirs first)"
+    return None
 
 
 def _side_of(run: Run, tier: Tier, data_order: int) -> _Side:
@@ -301,9 +346,17 @@ def _decide(bench: _Bench, baseline: _Side, candidate: _Side, settings: GateSett
         return stop.verdict
     if verdict.verdict == "inconclusive" and bench.missing:
         commands = "; ".join(f"{role}: {command}" for role, command in bench.missing.items())
-        why = f"runs are missing, --run-missing makes them, or: {commands}"
+        numbers = {**verdict.numbers, "missing": dict(bench.missing)}
+        if bench.no_training is None:
+            why = f"runs are missing, --run-missing makes them, or: {commands}"
+        elif bench.pool.code is not None:
+            why = f"runs are missing that cannot be made here: {bench.no_training}; with theirs: {commands}"
+        else:
+            # No command makes what would be accepted.
+            del numbers["missing"]
+            why = f"runs are missing that cannot be made: {', '.join(bench.missing)}; {bench.no_training}"
         why = f"{verdict.why}; {why}" if verdict.why else why
-        return Verdict(bench.tier, "inconclusive", why, {**verdict.numbers, "missing": dict(bench.missing)})
+        return Verdict(bench.tier, "inconclusive", why, numbers)
     return verdict
 
 
@@ -355,6 +408,9 @@ def _statistical(bench: _Bench, baseline: _Side, candidate: _Side, settings: Gat
             if base is None or ours is None:
                 complete = False
             elif complete:
+                unclean = _unclean(base, ours) if number == 0 else None
+                if unclean is not None:
+                    return unclean
                 pairs.append((base, ours))
         more = _more_baselines(bench, baseline, seeds[: len(pairs)])
         if not complete:
@@ -363,6 +419,15 @@ def _statistical(bench: _Bench, baseline: _Side, candidate: _Side, settings: Gat
         if verdict.verdict != "inconclusive" or "look" not in verdict.numbers:
             return verdict
     return verdict
+
+
+def _unclean(baseline: Evidence, candidate: Evidence) -> Verdict | None:
+    """Why no further pair can make the first one pass: how it ended, or its leak probe; None where it is clean."""
+    found = refusal("statistical", baseline, candidate)
+    if found is None:
+        passing = Verdict("statistical", "pass", "no losses were compared yet")
+        found = with_leak_probe(passing, (baseline, candidate))
+    return None if found.passed else found
 
 
 def _more_baselines(bench: _Bench, baseline: _Side, used: Sequence[int]) -> list[Evidence]:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.catalogue import Numerics, Optimisation, catalogue
+from drivetrain.catalogue.rules import all_rules
 from drivetrain.config import RunConfig, load_config, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.tune.candidates import Candidate, account_of, illegal, survey
+from drivetrain.tune.gate import TIERS
 from drivetrain.tune.golden import golden_section
 from drivetrain.tune.ladder_bench import Bench, Gate
 from drivetrain.tune.ladder_records import (
     BASELINE_FILE,
-    TIERS,
     Kept,
     Rung,
     View,
@@ -67,8 +68,8 @@ class Ladder:
         self.view = View()
         self._write_state = save
         self.bench = Bench(folder, settings, runner, entries=entries, save=self._save, gate=gate, say=say)
-        self._known = tuple(catalogue() if known is None else known)
-        self._entries = [one for one in self._known if not settings.only or one.name in settings.only]
+        entries_known = catalogue() if known is None else known
+        self._entries = [one for one in entries_known if not settings.only or one.name in settings.only]
         self._missing = missing
         self._say = say
         self._kept: list[Kept] = []
@@ -97,16 +98,20 @@ class Ladder:
             top = Top(self.bench, self.view, self._kept, baseline)
             if self.settings.leave_one_out:
                 current = top.leave_one_out(current)
-            top.finish(current)
+            # An entry and its knob's value may be all that was kept, and go together.
+            if self._kept:
+                top.finish(current)
 
     def _start(self) -> Rung:
         file = self.folder / BASELINE_FILE
         config = load_config(str(file)).config
-        broken = violations(config, self.bench.facts)
+        broken = violations(config, self.bench.facts, all_rules())
         if broken:
             raise ConfigurationError(*map(str, broken))
         self._say("baseline")
-        profile = self.bench.profile(file, config, "baseline", timeout_s=self.settings.budget_s)
+        profile = self.bench.profile(
+            file, config, "baseline", timeout_s=self.settings.budget_s, keep_failure=False
+        )
         self.view.baseline = profile.to_document(BASELINE_FILE)
         for name, why in profile.inactive.items():
             self.view.findings.append(f"{name} is requested and has no effect: {why}")
@@ -140,20 +145,22 @@ class Ladder:
 
     def _fits(self, current: Rung, candidate: Candidate) -> bool:
         """Whether the step fits the budget, and then still the end of the ladder."""
+        return self._estimate_s(current, candidate) <= self.bench.left_s
+
+    def _estimate_s(self, current: Rung, candidate: Candidate) -> float:
         costs, tier = self.bench.costs, candidate.entry.numerics
         end_s = 0.0
-        if self._kept:  # With one change alone, its trial and gate are those of the final configuration.
+        # With one entry switched on alone, its trial and gate are those of the final configuration.
+        if self._kept or candidate.knob is not None:
             end_s = costs.of_trial(current.config) + costs.of_gate(self._strictest(tier))
-        return costs.of_step(current.config, tier) + end_s <= self.bench.left_s
+        return costs.of_step(current.config, tier) + end_s
 
     def _strictest(self, tier: Numerics) -> Numerics:
         return max([tier, *(kept.entry.numerics for kept in self._kept)], key=TIERS.index)
 
     def _refuse_budget(self, current: Rung, candidates: Sequence[Candidate]) -> None:
         spent = self.bench.journal.elapsed_s
-        least = spent + min(
-            self.bench.costs.of_step(current.config, one.entry.numerics) for one in candidates
-        )
+        least = spent + min(self._estimate_s(current, one) for one in candidates)
         raise DrivetrainError(
             f"--budget {self.settings.budget_s:.0f}s is too small for one trial: the baseline took {spent:.0f} s, and "
             f"the cheapest trial with its gate would bring it to {least:.0f} s; give --budget {math.ceil(least)}s or "
@@ -219,8 +226,21 @@ class Ladder:
             else:
                 step["kept"] = True
                 step["classes_after"] = dict(profile.classes)
-                takes_back = change.before(current.config)
-                self._kept.append(Kept(step, change, takes_back, candidate.entry, current.file))
+                self._kept.append(
+                    Kept(
+                        step,
+                        change,
+                        takes_back=change.before(current.config),
+                        entry=candidate.entry,
+                        parent=current.file,
+                        searched=candidate.knob is not None,
+                    )
+                )
+                refuted = profile.inactive.get(candidate.entry.name)
+                if refuted is not None:
+                    self.view.findings.append(
+                        f"{in_words(change)} was kept, and has no effect in its own profile: {refuted}"
+                    )
                 rung = Rung(file, config, profile)
                 self._say(f"  kept: {profile.step_s * 1e3:.1f} ms a step")
         step["device_seconds"] += self.bench.journal.device_seconds - before

@@ -1,7 +1,7 @@
 """The pieces of a ladder: profiles, trials and gates in its folder, each made once, and what they may cost."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,20 @@ class Bench:
         write_text(file, to_toml(config))
         return file
 
-    def profile(self, file: Path, config: RunConfig, name: str, *, timeout_s: float | None = None) -> Profile:
+    def profile(
+        self,
+        file: Path,
+        config: RunConfig,
+        name: str,
+        *,
+        timeout_s: float | None = None,
+        keep_failure: bool = True,
+    ) -> Profile:
         """A profile of the configuration in ``file``.
+
+        Args:
+            keep_failure: a profile that fails is a result like others. False: nothing is kept of it, and whoever
+                resumes the tune profiles again.
 
         Raises:
             DrivetrainError: it ended otherwise than well.
@@ -90,15 +102,16 @@ class Bench:
                 timeout_s=timeout_s,
             )
             self._remove_checkpoints()
-            if attempt.outcome != "finished" or attempt.run is None:
-                return {"outcome": attempt.outcome, "message": attempt.message}
-            return profiled(attempt.run, attempt.summary or {})
+            found: dict[str, Any] = {"outcome": attempt.outcome, "message": attempt.message}
+            if attempt.outcome == "finished" and attempt.run is not None:
+                found = profiled(attempt.run, attempt.summary or {})
+            if not keep_failure:
+                _require_finished(name, found)
+            return found
 
         key = f"{name} {config_hash(config)[:8]}"
         result = self.journal.do(key, work)
-        if result["outcome"] != "finished":
-            how = str(result["outcome"]).replace("_", " ")
-            raise DrivetrainError(f"{name} cannot be profiled, it ended as {how}: {result['message']}")
+        _require_finished(name, result)
         self.costs.learn_profile(self.journal.cost_of(key)[0])
         return Profile(**{key: value for key, value in result.items() if key != "outcome"})
 
@@ -163,3 +176,9 @@ class Bench:
         """The weights of a short run are of no use to anybody."""
         for checkpoints in (self.folder / "runs").glob("*/checkpoints"):
             shutil.rmtree(checkpoints, ignore_errors=True)
+
+
+def _require_finished(name: str, result: Mapping[str, Any]) -> None:
+    if result["outcome"] != "finished":
+        how = str(result["outcome"]).replace("_", " ")
+        raise DrivetrainError(f"{name} cannot be profiled, it ended as {how}: {result['message']}")

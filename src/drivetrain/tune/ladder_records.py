@@ -8,15 +8,16 @@ from typing import Any
 
 from drivetrain.archive.account_file import mean_step_of
 from drivetrain.archive.reader import open_run
-from drivetrain.catalogue import Numerics, Optimisation
+from drivetrain.catalogue import Optimisation
 from drivetrain.config import RunConfig, leaf_values, to_toml, tokens_per_step
+from drivetrain.measure.optimisation import OptimisationRecord
 from drivetrain.tune.moves import Change
 from drivetrain.tune.short_run import as_override
+from drivetrain.tune.trial import why_without_effect
 
 __all__ = [
     "BASELINE_FILE",
     "FINAL_FILE",
-    "TIERS",
     "Kept",
     "Profile",
     "Rung",
@@ -31,8 +32,6 @@ __all__ = [
     "value_of",
 ]
 
-TIERS: tuple[Numerics, ...] = ("exact", "round-off", "statistical")
-"""From the most lenient claim on a gate's time to the strictest gate."""
 BASELINE_FILE = "configs/000.toml"
 FINAL_FILE = "configs/final.toml"
 
@@ -48,7 +47,7 @@ class Profile:
         classes: ns of the mean profiled step, by class.
         overhead: profiled over plain step time; None where it could not be measured.
         steps_s: all steps of that run together, in seconds.
-        inactive: requested entries that were not put into effect, with the reason.
+        inactive: requested entries that were not put into effect, or that the profiled steps refute, with the reason.
     """
 
     run: str
@@ -95,6 +94,7 @@ class Kept:
         takes_back: what puts the former values back.
         entry: whose move it was.
         parent: the configuration it was measured against.
+        searched: it is the best value of a knob's search, not an entry switched on.
     """
 
     step: dict[str, Any]
@@ -102,6 +102,7 @@ class Kept:
     takes_back: Change
     entry: Optimisation
     parent: Path
+    searched: bool
 
 
 @dataclass
@@ -171,7 +172,7 @@ def profiled(run: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     if mean is None or step_s is None:
         what = "no account of a step" if mean is None else "no step without the profiler"
         return {"outcome": "crash", "message": f"{what} in the profile {run}"}
-    records = training.get("optimisations") or ()
+    records = [OptimisationRecord.from_document(one) for one in training.get("optimisations") or ()]
     return {
         "outcome": "finished",
         "run": str(run),
@@ -180,11 +181,7 @@ def profiled(run: Path, document: Mapping[str, Any]) -> dict[str, Any]:
         "classes": dict(mean.classes),
         "overhead": (document.get("overhead") or {}).get("ratio"),
         "steps_s": float((training.get("wall") or {}).get("steps_s") or 0.0),
-        "inactive": {
-            one["name"]: one.get("reason") or "the run does not say why"
-            for one in records
-            if one.get("requested") and not one.get("active")
-        },
+        "inactive": {one.name: why_without_effect(one) for one in records if one.without_effect},
     }
 
 
@@ -230,13 +227,13 @@ def saved(
     }
 
 
-def final_toml(baseline: RunConfig, final: RunConfig, kept: Sequence[Kept]) -> str:
+def final_toml(final: RunConfig, kept: Sequence[Kept]) -> str:
     """The final configuration as TOML, with a comment on each change above its leaf."""
     notes: dict[str, list[str]] = {}
     for one in kept:
         step, measured, gate = one.step, one.step["measured"], one.step["gate"]
         for leaf in one.change.leaves:
-            was = as_override(leaf, value_of(baseline, leaf)).partition("=")[2]
+            was = as_override(leaf, one.takes_back.leaves[leaf]).partition("=")[2]
             notes.setdefault(leaf, []).append(
                 f"was {was}: {one.entry.summary}; treats {', '.join(step['treats'])}; {measured['ratio']:.3f}x "
                 f"[{measured['low']:.3f}, {measured['high']:.3f}] the speed of its parent; gate {gate['tier']}: "

@@ -1,16 +1,17 @@
 """The end of a ladder: each kept change is removed once, and what is left is held against the first baseline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.archive.atomic import write_text
 from drivetrain.config import tokens_per_step
+from drivetrain.errors import DrivetrainError
 from drivetrain.measure.statistics import least_effect
 from drivetrain.tune.candidates import illegal
+from drivetrain.tune.gate import TIERS
 from drivetrain.tune.ladder_bench import Bench
 from drivetrain.tune.ladder_records import (
     FINAL_FILE,
-    TIERS,
     Kept,
     Rung,
     View,
@@ -48,8 +49,10 @@ class Top:
         A single change needs none: its own trial is that comparison.
         """
         for kept in list(self._kept):
-            if len(self._kept) < 2 or kept not in self._kept:
+            if len(self._kept) < 2:
                 break
+            if kept not in self._kept:
+                continue
             own = self._with_its_knobs(kept)
             takes_back = Change(_former_values(own), f"without {in_words(kept.change)}")
             if illegal(current.config, takes_back, self._bench.facts) is not None:
@@ -81,15 +84,16 @@ class Top:
         before = self._bench.journal.device_seconds
         found = self._bench.trial(f"without-{index}", current, file, config)
         fill(step, found)
+        profile, stays = None, _why_it_stays(found)
+        if stays is None:
+            try:
+                profile = self._bench.profile(file, config, f"profile-without-{index}")
+            except DrivetrainError as error:
+                stays = f"the run without it cannot go on: {error}"
         step["device_seconds"] += self._bench.journal.device_seconds - before
-        measured = found["measured"]
-        useless = measured is not None and (measured["ratio"] >= 1 or measured["low"] > 1 - least_effect(0))
-        if not useless:
-            slower = found["state"] == "slower" or measured is None
+        if profile is None:
             step["kept"] = True
-            step["why"] = (
-                f"it stays, {'the run is slower without it' if slower else 'by its own trial'}; {found['why']}"
-            )
+            step["why"] = f"it stays, {stays}; {found['why']}"
             self._bench.say(f"  {step['why']}")
             return current
         step["why"] = f"dropped, its removal does not slow the run; {found['why']}"
@@ -102,7 +106,6 @@ class Top:
             one.step["kept"] = False
             one.step["why"] += "; dropped at the end, its removal does not slow the run"
             self._kept.remove(one)
-        profile = self._bench.profile(file, config, f"profile-without-{index}")
         return Rung(file, config, profile)
 
     def finish(self, final: Rung) -> None:
@@ -135,12 +138,18 @@ class Top:
             steps=self._baseline.config.training.train_iters,
             world_size=self._bench.settings.world_size,
         )
-        text = final_toml(self._baseline.config, final.config, self._kept)
+        text = final_toml(final.config, self._kept)
         write_text(self._bench.folder / FINAL_FILE, text)
 
     def _is_one_step(self) -> bool:
-        """Whether the final configuration is one step from the first baseline, already measured and judged so."""
-        return len(self._kept) == 1 and self._kept[0].parent == self._baseline.file
+        """Whether the final configuration is one step from the first baseline, already measured and judged so.
+
+        What a search found was picked as the best of several trials, so its own trial flatters it.
+        """
+        if len(self._kept) != 1:
+            return False
+        (kept,) = self._kept
+        return kept.parent == self._baseline.file and not kept.searched
 
     def _final_trial(self, final: Rung) -> dict[str, Any]:
         if self._is_one_step():
@@ -154,6 +163,18 @@ class Top:
             return gate
         tier = max((kept.entry.numerics for kept in self._kept), key=TIERS.index)
         return self._bench.gate("final-gate", self._baseline, final.file, final.config, tier)
+
+
+def _why_it_stays(removal: Mapping[str, Any]) -> str | None:
+    """Why the trial without a change does not drop it; None where the run without it is not slower, or by less than
+    the least effect that ever counts."""
+    measured = removal["measured"]
+    if measured is None:
+        itself = removal["blocks"][-1]["side"] == "A"
+        return "the run itself failed in that trial" if itself else "it could not be run without it"
+    if measured["low"] > 1 - least_effect(0):
+        return None
+    return "the run is slower without it" if removal["state"] == "slower" else "by its own trial"
 
 
 def _former_values(kept: Sequence[Kept]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from drivetrain.config import RunConfig, decay_tokens, leaf_values, leaves, parse_config, to_toml
 from drivetrain.errors import ConfigurationError
 
-__all__ = ["Change", "LearningRateRule", "batch_move", "changed", "single"]
+__all__ = ["Change", "LearningRateRule", "batch_move", "changed"]
 
 LearningRateRule = Literal["none", "sqrt", "linear"]
 """How the learning rate follows a batch of k times the size: not at all, by √k (Adam; Malladi et al. 2022,
@@ -35,11 +35,6 @@ class Change:
         """The change that takes this one back from a configuration that was ``config``."""
         values = {leaf.path: value for leaf, value in leaf_values(config)}
         return Change({path: values[path] for path in self.leaves}, self.name)
-
-
-def single(leaf: str, value: Any) -> Change:
-    """The change of one leaf."""
-    return Change({leaf: value})
 
 
 def changed(config: RunConfig, change: Change) -> RunConfig:

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from drivetrain.archive.reader import open_run
 from drivetrain.config import load_config, tokens_per_step
-from drivetrain.tune.short_run import prefetched_steps, short_run, steps_to_run
+from drivetrain.measure.optimisation import OptimisationRecord
+from drivetrain.tune.short_run import as_override, prefetched_steps, short_run, steps_to_run
 from drivetrain.tune.trainer import Attempt, Outcome, Trainer
 from drivetrain.tune.trial_statistics import Judgement, Noise, judge, noise_of
 
-__all__ = ["Block", "TrialResult", "TrialSettings", "run_trial"]
+__all__ = ["Block", "TrialResult", "TrialSettings", "run_trial", "why_without_effect"]
 
 Side = Literal["A", "B"]
 _UNIT: tuple[Side, ...] = ("A", "B", "B", "A")
@@ -110,14 +111,6 @@ class TrialResult:
         """Wall time of all blocks."""
         return sum(block.elapsed_s for block in self.blocks)
 
-    def speeds(self, side: Side) -> list[float]:
-        """Tokens per second of a side's blocks."""
-        return [
-            block.tokens_per_second
-            for block in self.blocks
-            if block.side == side and block.tokens_per_second is not None
-        ]
-
     def to_document(self) -> dict[str, Any]:
         """What the state of a tune keeps of it."""
         judgement = self.judgement
@@ -145,7 +138,6 @@ def run_trial(
     world_size: int = 1,
     noise: Noise | None = None,
     must_be_active: str | None = None,
-    parent_option: bool = True,
     progress: Callable[[str], None] = lambda _message: None,
 ) -> TrialResult:
     """Measure ``candidate`` against ``parent``, two whole configurations in files.
@@ -157,7 +149,6 @@ def run_trial(
         noise: of earlier blocks of unchanged configurations, for the least effect.
         must_be_active: name of the catalogue's entry that the change requests; a candidate in which it had no effect
             is not worth more blocks.
-        parent_option: give candidates the parent's run as ``--parent``.
         progress: told what happens.
 
     Raises:
@@ -173,11 +164,15 @@ def run_trial(
             side = _UNIT[len(blocks) % len(_UNIT)]
             options = []
             first_run = next((block.run for block in blocks if block.side == "A"), None)
-            if side == "B" and parent_option and first_run is not None:
+            if side == "B" and first_run is not None:
                 options = ["--parent", first_run]
             attempt = trainer.train(
                 sides[side].config,
-                [*sides[side].overrides, f"run.runs_dir={runs_dir}", f"run.name={name}-{side.lower()}"],
+                [
+                    *sides[side].overrides,
+                    as_override("run.runs_dir", str(runs_dir)),
+                    as_override("run.name", f"{name}-{side.lower()}"),
+                ],
                 options=options,
                 world_size=world_size,
                 timeout_s=_longest(blocks) if side == "B" else None,
@@ -266,14 +261,26 @@ def _failure(block: Block) -> str | None:
 
 
 def _without_effect(attempt: Attempt, entry: str | None) -> str | None:
-    """Why the change that was asked for had no effect, by the run's own record; None where it had, or none is kept."""
+    """Why the change that was asked for had no effect, by the run's own record; None where it had, or need not."""
     if entry is None:
         return None
-    records: Sequence[Mapping[str, Any]] = (attempt.summary or {}).get("optimisations") or ()
-    for record in records:
-        if record.get("name") == entry and record.get("requested") and not record.get("active"):
-            return f"without effect: {record.get('reason') or 'the run does not say why'}"
-    return None
+    documents: Sequence[Mapping[str, Any]] = (attempt.summary or {}).get("optimisations") or ()
+    document = next((one for one in documents if one.get("name") == entry), None)
+    if document is None:
+        return f"without effect: the run has no record of {entry}"
+    record = OptimisationRecord.from_document(document)
+    if record.requested and not record.without_effect:
+        return None
+    return f"without effect: {why_without_effect(record)}"
+
+
+def why_without_effect(record: OptimisationRecord) -> str:
+    """Why an optimisation that is wanted has no effect in the run of its record."""
+    if record.active and record.evidence is not None and record.evidence.kind == "absent":
+        return record.evidence.why
+    if record.reason is not None:
+        return record.reason
+    return "the run does not say why" if record.requested else f"{record.name} was not requested in the run"
 
 
 def _failed(blocks: Sequence[Block], why: str) -> TrialResult:

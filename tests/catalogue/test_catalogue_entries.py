@@ -121,6 +121,17 @@ def test_a_bucket_that_holds_everything_has_no_effect_and_is_made_smaller() -> N
     assert one.applies(config_with({"overlap.bucket_size_mb": 2.0}), TWO) is None
 
 
+def test_buckets_of_a_pipeline_hide_nothing_and_are_not_switched_on() -> None:
+    one = entry("ddp_bucket")
+    size, layout = "overlap.bucket_size_mb", ["parallelism.pipeline_model_parallel_size=2"]
+    for value in (0, 2):
+        config = load_config("llama-2m", [*layout, f"{size}={value}"]).config
+        why = one.applies(config, LaunchFacts(world_size=4))
+        assert why is not None
+        assert "nothing is reduced before" in why
+        assert one.on(config, LaunchFacts(world_size=4)) is None
+
+
 def account_of(window_ns: int, classes: dict[str, int]) -> Account:
     window = Window(
         window_ns=window_ns,

@@ -156,7 +156,43 @@ def test_the_loss_of_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
         assert one.read_bytes() == other.read_bytes()
 
 
-def saves_on_ranks(folder: str, failing: int | None) -> list[str]:
+def test_a_bug_in_the_thread_is_raised_and_nothing_of_the_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(LLAMA)
+    saver = saver_of(training, tmp_path)
+    save(saver, training)
+    saver.finish()
+    monkeypatch.setattr(save_module, "write_part", _bug)
+    training.step = 1
+    save(saver, training)
+    with pytest.raises(AssertionError, match=r"^$"):
+        saver.finish()
+    assert names(tmp_path) == ["step-00000000"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_old_checkpoints_that_cannot_be_removed_are_a_warning(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(save_module, "prune", refused)
+    training = Training(LLAMA)
+    warnings: list[str] = []
+    saver = saver_of(training, tmp_path, asynchronous=asynchronous, warn=warnings.append)
+    told = [*save(saver, training), *(saved.path.name for saved in saver.finish())]
+    assert told == ["step-00000000"], "it is whole"
+    assert find_latest(tmp_path, unexpected) == tmp_path / "step-00000000"
+    (warning,) = warnings
+    assert warning.startswith(
+        f"the checkpoint of step 0 is saved, but older ones in {tmp_path} can't be removed"
+    )
+    assert "resource busy" in warning
+
+
+def saves_on_ranks(folder: str, failing: int | None, bug: bool = False) -> list[str]:
     """On one of several ranks that hold the same: two saves while it trains; what was told."""
     ranks = Ranks.from_environment()
     seed_everything(0, 0)
@@ -169,16 +205,22 @@ def saves_on_ranks(folder: str, failing: int | None) -> list[str]:
                 training.train(1)
                 told += [saved.path.name for saved in saver.finish()]
                 if ranks.rank == failing and training.step == 2:
-                    save_module.write_part = _full  # type: ignore[assignment]
+                    save_module.write_part = _bug if bug else _full  # type: ignore[assignment]
                 told += save(saver, training)
             told += [saved.path.name for saved in saver.finish()]
         except EnvironmentFault as fault:
             told.append(str(fault))
+        except AssertionError as error:
+            told.append(repr(error))
     return told
 
 
 def _full(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _bug(*arguments: object) -> None:
+    raise AssertionError
 
 
 def test_ranks_write_their_parts_in_threads_of_their_own(tmp_path: Path) -> None:
@@ -203,6 +245,18 @@ def test_a_thread_that_fails_on_one_rank_is_heard_of_on_all(failing: int, tmp_pa
         assert "step 2 could not be saved" in told[1]
         assert "No space left" in told[1] or "No such file" in told[1]
     # A rank that still wrote while another cleared away may leave an unfinished folder; the next start removes it.
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_bug_in_one_rank_s_thread_is_heard_of_on_all(failing: int, tmp_path: Path) -> None:
+    told = on_ranks(saves_on_ranks, 3, str(tmp_path), failing, True)
+    assert told.pop(failing) == ["step-00000001", "AssertionError()"], "as it was raised"
+    for first, fault in told:
+        assert first == "step-00000001"
+        assert "step 2 could not be saved" in fault
+        assert f"rank {failing}: AssertionError" in fault
     remove_leftovers(tmp_path)
     assert names(tmp_path) == ["step-00000001"]
 

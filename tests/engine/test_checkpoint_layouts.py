@@ -237,6 +237,17 @@ def test_transformers_opens_what_several_ranks_wrote(model: str, layout: str, tm
     assert bool(logits.isfinite().all())
 
 
+def test_a_rank_that_holds_no_row_of_a_tensor_saves_and_loads_the_others(tmp_path: Path) -> None:
+    """Five rows over four ranks: two, two, one and none."""
+    model = LLAMA.model_copy(update={"vocab_size": 5})
+    empty = fully_sharded(3, 4)("embedding.weight", (5, 16))
+    assert empty is not None
+    assert empty.local_shape == (0, 16)
+    on_layout(saves, model, "shards4", str(tmp_path), 10**9)
+    for layout in ("shards4", "one"):
+        assert set(on_layout(loads, model, layout, str(tmp_path / "step-00000002"))) == {(2, "")}
+
+
 def test_a_checkpoint_in_many_files_is_loaded_by_another_layout(tmp_path: Path) -> None:
     on_layout(saves, LLAMA, "tp2", str(tmp_path), 3000)
     path = tmp_path / "step-00000002"
@@ -290,6 +301,23 @@ def test_only_the_parts_of_a_rank_are_read(tmp_path: Path, monkeypatch: pytest.M
     assert sum(read.values()) == sum(
         held.tensor.numel() for held in [*state.weights.values(), *state.optimizer.values()]
     )
+
+
+def test_what_an_index_names_is_gone_through_no_more_often_for_more_tensors(tmp_path: Path) -> None:
+    from drivetrain.engine.checkpoint import source
+
+    class Counted(list[str]):
+        times = 0
+
+        def __iter__(self) -> Iterator[str]:
+            self.times += 1
+            return super().__iter__()
+
+    file = tmp_path / "many.safetensors"
+    save_file({f"t{number}": torch.zeros(1) for number in range(50)}, file)
+    expected = Counted(f"t{number}" for number in range(50))
+    assert set(source._read_header(file, expected)) == set(expected)
+    assert expected.times <= 4
 
 
 def test_layouts_that_lay_out_files_by_themselves_agree_with_the_format(tmp_path: Path) -> None:

@@ -6,17 +6,22 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from drivetrain.archive.reader import open_run
+from drivetrain.engine import hang
 from drivetrain.engine.agent import cause_of, describe
-from drivetrain.engine.hang import report_hang, who_waits
+from drivetrain.engine.hang import report_hang, watched, who_waits
 from drivetrain.engine.launch import Launch
+from drivetrain.engine.parallel.process_group import Ranks
+from drivetrain.engine.rendezvous import agree_on_run
 from rank_processes import on_ranks
 from runs_on_the_spot import Tiny, losses_of
 
@@ -315,3 +320,67 @@ def test_groups_are_told_apart_and_a_rank_that_called_none_is_named() -> None:
     assert "all_gather of [[4]]" in line
     assert line.endswith("for rank 2, which has called none")
     assert who_waits({0: record(("a", 3, "x")), 1: record(("a", 3, "x"))}) == []
+
+
+def test_a_damaged_record_of_a_rank_counts_as_none(tmp_path: Path) -> None:
+    folder = tmp_path / "stacks"
+    folder.mkdir()
+    (folder / "r00000.txt").write_text("a stack")
+    whole = json.dumps(record(("a", 3, "all_reduce"), a="[0, 1]"))
+    (folder / "r00000.json").write_text(whole)
+    (folder / "r00001.json").write_text(whole[: len(whole) // 2])
+    first, last = report_hang(tmp_path, 0)
+    assert first.startswith("rank 0 waits in collective number 3")
+    assert first.endswith("for rank 1, which has written nothing")
+    assert last.endswith(f"stacks of rank 0 are in {folder}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_record_has_its_name_only_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, cut = Path.write_bytes, threading.Event()
+
+    def cut_short(path: Path, data: bytes) -> int:
+        write(path, data[:5])
+        cut.set()
+        raise SystemExit  # ends this thread alone, as the end of the process would
+
+    monkeypatch.setattr(hang, "_dump_fr_trace_json", lambda: b'{"entries": []}')
+    monkeypatch.setattr(Path, "write_bytes", cut_short)
+
+    def ended_while_it_writes() -> None:
+        with watched(tmp_path, 0, 0.2, lambda: 0):
+            assert cut.wait(60)
+            raise RuntimeError("the run was ended")
+
+    with pytest.raises(RuntimeError, match="was ended"):
+        ended_while_it_writes()
+    assert (tmp_path / "stacks" / "r00000.txt").read_text()
+    assert not (tmp_path / "stacks" / "r00000.json").exists()
+
+
+def test_a_job_goes_on_with_the_run_it_has_made_however_often_it_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = []
+
+    def make_run() -> Path:
+        made.append(tmp_path / f"run-{len(made)}")
+        return made[-1]
+
+    def agreed(attempt: int, job: str = "one", rank: int = 0) -> Path:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        return agree_on_run(Ranks(rank=rank, local_rank=rank, world_size=2, local_world_size=2), make_run)
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    first = agreed(0)
+    assert first == tmp_path / "run-0"
+    assert agreed(0) == first, "machines came or went, which torchrun does not count as an attempt"
+    assert agreed(0, rank=1) == first
+    assert agreed(1) == first
+    assert agreed(3) == first, "attempt 2 has ended before it agreed on anything"
+    assert agreed(3, rank=1) == first
+    assert agreed(0, job="another") == agreed(0, job="another", rank=1) == tmp_path / "run-1"

@@ -32,6 +32,11 @@ def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
         return "there is one data-parallel rank, which has nothing to share or to reduce"
     if config.parallelism.zero_stage == 3:
         return "with parallelism.zero_stage = 3 a block's gradients are one bucket"
+    if config.parallelism.pipeline_model_parallel_size > 1:
+        return (
+            "a pipeline's gradients are whole when its schedule has ended, and nothing is reduced before; the size "
+            "bounds the memory of the reduction alone"
+        )
     gradients = _gradient_mb(config)
     # How much a rank has of a model that several share is not known here.
     if model_ranks(config) == 1 and 0 < gradients <= size:
@@ -43,7 +48,10 @@ def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
 
 
 def _on(config: RunConfig, facts: LaunchFacts) -> Mapping[str, Any] | None:
-    if data_parallel_size(config, facts.world_size) == 1 or config.parallelism.zero_stage == 3:
+    parallelism = config.parallelism
+    if parallelism.zero_stage == 3 or parallelism.pipeline_model_parallel_size > 1:
+        return None
+    if data_parallel_size(config, facts.world_size) == 1:
         return None
     if config.overlap.bucket_size_mb and _applies(config, facts) is None:
         return None

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from drivetrain.config import LaunchFacts, Rule, RunConfig
+from drivetrain.config import LaunchFacts, Rule, RunConfig, leaves
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation, Prediction
 
@@ -81,6 +81,18 @@ class Optimisation:
     capability: str | None = None
     predict: Callable[[Account, RunConfig], Prediction | None] | None = None
     evidence_rule: str = ""
+
+    def value(self, config: RunConfig) -> object:
+        """The value of its leaf."""
+        section, _, name = self.field.partition(".")
+        found: object = getattr(getattr(config, section), name)
+        return found
+
+    def is_asked_for(self, config: RunConfig, facts: LaunchFacts) -> bool:
+        """Whether ``config`` requests it; a default that can have no effect here is nothing that anybody asked for."""
+        if not self.requested(config):
+            return False
+        return self.applies(config, facts) is None or self.value(config) != leaves()[self.field].default
 
     def to_document(self) -> dict[str, Any]:
         """The entry as ``catalogue --json`` shows it."""

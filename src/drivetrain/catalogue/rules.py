@@ -5,6 +5,7 @@ import functools
 from drivetrain.catalogue.discovery import catalogue
 from drivetrain.catalogue.entry import Optimisation
 from drivetrain.config import BASIC_RULES, LaunchFacts, Rule, RunConfig
+from drivetrain.config.serialise import value_text
 
 __all__ = ["all_rules", "rules_of"]
 
@@ -52,10 +53,4 @@ def _not_both(first: Optimisation, second: Optimisation) -> Rule:
 
 def _assignments(entry: Optimisation, config: RunConfig) -> str:
     """The move that takes ``entry`` away, as it is written on the command line."""
-    return " ".join(f"{leaf}={_written(value)}" for leaf, value in entry.off(config).items())
-
-
-def _written(value: object) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return " ".join(f"{leaf}={value_text(value)}" for leaf, value in entry.off(config).items())

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.archive.profile_windows import newest_window
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.archive.writer import append_event
 from drivetrain.errors import DrivetrainError
@@ -41,14 +42,9 @@ def with_evidence(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window_of(run: Run) -> Mapping[str, Any] | None:
-    """The newest profile window of the run's last segment that left a trace."""
-    segment = run.last_segment()
-    windows = [
-        event
-        for event in run.events()
-        if event["kind"] == "window" and event.get("what") == "profile" and event["segment"] == segment
-    ]
-    return windows[-1] if windows and windows[-1].get("file_bytes") else None
+    """The newest profile window, if it is of the run's last segment: its records are what is to be proved."""
+    window = newest_window(run)
+    return window if window is not None and window["segment"] == run.last_segment() else None
 
 
 def _observation(run: Run, window: Mapping[str, Any]) -> Observation:

@@ -8,7 +8,7 @@ from tomlkit.items import Table
 from drivetrain.config.leaves import leaf_values
 from drivetrain.config.schema import RunConfig
 
-__all__ = ["FORMAT", "config_hash", "differing_leaves", "to_toml"]
+__all__ = ["FORMAT", "config_hash", "differing_leaves", "to_toml", "value_text"]
 
 FORMAT = 1
 """Value of the ``schema`` key of a written configuration."""
@@ -32,6 +32,13 @@ def to_toml(config: RunConfig) -> str:
         document.add(tomlkit.nl())
         document.add(section, table)
     return tomlkit.dumps(document)
+
+
+def value_text(value: object) -> str:
+    """A leaf's value as an override has it, ``true``, ``none``, ``0.5``: how it is written wherever it is shown."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def config_hash(config: RunConfig) -> str:

@@ -47,6 +47,7 @@ class _Watch:
     def __init__(self, folder: Path, rank: int, patience_s: float, progress: Callable[[], object]) -> None:
         self._stacks = folder / f"r{rank:05d}.txt"
         self._collectives = folder / f"r{rank:05d}.json"
+        self._unfinished = folder / f"r{rank:05d}.json.part"
         self._patience_s = patience_s
         self._progress = progress
         self._ended = threading.Event()
@@ -76,11 +77,14 @@ class _Watch:
     def _write(self) -> None:
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
-        self._collectives.write_bytes(_dump_fr_trace_json())
+        # Renamed when complete: the run may be ended while it is written.
+        self._unfinished.write_bytes(_dump_fr_trace_json())
+        self._unfinished.rename(self._collectives)
 
     def _forget(self) -> None:
         self._file.seek(0)
         self._file.truncate()
+        self._unfinished.unlink(missing_ok=True)
         self._collectives.unlink(missing_ok=True)
 
     def stop(self, *, keep: bool) -> None:
@@ -102,11 +106,11 @@ def report_hang(run_path: Path, since: float) -> list[str]:
     stacks = [path for path in written if path.stat().st_size]
     if not stacks:
         return []
-    records = {
-        int(path.stem[1:]): json.loads(path.read_text())
-        for path in sorted(folder.glob("r*.json"))
-        if path.stat().st_mtime >= since
-    }
+    records = {}
+    for path in sorted(folder.glob("r*.json")):
+        if path.stat().st_mtime >= since:
+            with suppress(ValueError):  # damaged: its rank has written nothing that can be read
+                records[int(path.stem[1:])] = json.loads(path.read_text())
     ranks = ", ".join(str(int(path.stem[1:])) for path in stacks)
     return [*who_waits(records), f"the run stood still; stacks of rank {ranks} are in {folder}"]
 

@@ -1,20 +1,18 @@
 """AdamW: which parameters decay, where its state lives, how it is named on disk, and gradient clipping."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from drivetrain.config.training import OptimizerConfig
-from drivetrain.engine.named_tensors import copy_tensors
 
 __all__ = [
     "allocate_state",
     "build_optimizer",
     "clip_coefficient",
     "clip_gradients",
-    "load_optimizer_state",
     "optimizer_state",
     "scale_gradients",
     "set_learning_rate",
@@ -106,15 +104,6 @@ def optimizer_state(optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
         assert set(state) == set(STATE_KEYS), f"state of {name} was not allocated by allocate_state"
         tensors.update({f"{name}/{key}": state[key] for key in STATE_KEYS})
     return tensors
-
-
-def load_optimizer_state(optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors``, named as in :func:`optimizer_state`, into the optimizer's state.
-
-    Raises:
-        CheckpointError: the tensors are of another model.
-    """
-    copy_tensors(tensors, optimizer_state(optimizer), "the optimizer state")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

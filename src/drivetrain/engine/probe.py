@@ -144,6 +144,8 @@ def probe_leak(
     place = torch.arange(length).expand_as(documents)
     first_of_document = torch.ones_like(documents, dtype=torch.bool)
     first_of_document[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    # Over the whole batch: the border between two rows is one between documents as well.
+    number = first_of_document.flatten().cumsum(0).view_as(documents)
     end = length - max(1, length // 4)
 
     def losses_with(changed: Tensor | None) -> Tensor:
@@ -159,13 +161,13 @@ def probe_leak(
         plain = losses_with(None)
         noise = _largest(losses_with(None) - plain)
         tolerance = max(LEAST_TOLERANCE, NOISE_FACTOR * noise)
-        # Every second document changes, so that a border at any place of any row is tried.
-        across = _largest((losses_with(documents % 2 == 0) - plain)[documents % 2 == 1])
+        # Every second document changes, then the others: each border is tried from both of its sides.
+        across = max(_largest((losses_with(number % 2 == odd) - plain)[number % 2 != odd]) for odd in (0, 1))
         future = _largest((losses_with(place >= end) - plain)[place < end])
         control = _largest((losses_with(first_of_document) - plain)[~first_of_document])
     finally:
         restore_random_state(state)
-    several = bool((documents > 0).any())
+    several = bool((number > 1).any())
     document_leak = across if documents_isolated and several else None
     found = Leak(document_leak, future, tolerance, noise, control, documents_isolated, "clean", "")
     return replace(found, **_judge(found, constructed=probe.constructed))

@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(minutes=30)
 def agree_on_run(ranks: Ranks, make_run: Callable[[], Path]) -> Path:
     """Rank 0 makes the run; the others wait for its path, through the agent's own store.
 
-    Where torchrun has restarted the ranks, they go on with the run of the attempt before.
+    Where torchrun has restarted the ranks, they go on with the run that was made before.
 
     Raises:
         DrivetrainError: on every rank, with rank 0's message, when the run could not be made.
@@ -44,7 +44,7 @@ def agree_on_run(ranks: Ranks, make_run: Callable[[], Path]) -> Path:
             raise DrivetrainError(answer.removeprefix("error:"))
         return Path(answer.removeprefix("path:"))
     try:
-        path = _run_of_former_attempt(tcp, attempt) or make_run().resolve()
+        path = _run_made_before(tcp, attempt) or make_run().resolve()
     except DrivetrainError as error:
         store.set("run", f"error:{error}")
         raise
@@ -53,15 +53,20 @@ def agree_on_run(ranks: Ranks, make_run: Callable[[], Path]) -> Path:
 
 
 def _prefix(attempt: int) -> str:
-    return f"drivetrain-run-{attempt}"
+    # A store may serve several jobs; of two with the same id torchrun makes one.
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"drivetrain-run-{job}-{attempt}"
 
 
-def _run_of_former_attempt(tcp: TCPStore, attempt: int) -> Path | None:
-    """The run that the attempt before has made; None where this is the first, or the store has not outlived it."""
-    if attempt == 0:
-        return None
-    former = PrefixStore(_prefix(attempt - 1), tcp)
-    if not former.check(["run"]):
-        return None
-    answer = former.get("run").decode()
-    return Path(answer.removeprefix("path:")) if answer.startswith("path:") else None
+def _run_made_before(tcp: TCPStore, attempt: int) -> Path | None:
+    """The newest run that this job has made; None where it made none, or the store has not outlived it.
+
+    This attempt may have made one: torchrun does not count a start anew because machines came or went.
+    """
+    for number in range(attempt, -1, -1):
+        store = PrefixStore(_prefix(number), tcp)
+        if store.check(["run"]):
+            answer = store.get("run").decode()
+            if answer.startswith("path:"):
+                return Path(answer.removeprefix("path:"))
+    return None

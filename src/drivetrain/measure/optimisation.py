@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from drivetrain.config.serialise import value_text
+
 __all__ = [
     "Count",
     "Evidence",
@@ -101,6 +103,11 @@ class OptimisationRecord:
         """Asked for, and either not put into effect or contradicted by the records."""
         refuted = self.evidence is not None and self.evidence.kind == "absent"
         return self.requested and (not self.active or refuted)
+
+    @property
+    def asked(self) -> str:
+        """What was asked for, ``field = value``."""
+        return f"{self.field} = {value_text(self.value)}"
 
     def to_document(self) -> dict[str, Any]:
         """The record as events, summaries and ``train --json`` hold it."""

@@ -1,6 +1,7 @@
 """The leak probe finds a loss that sees other documents or later tokens, and touches nothing."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,19 @@ def test_borders_that_the_batch_has_lost_are_found() -> None:
     layout = [[24], [24], [24]]
     lost = ProbeBatch(packed_batch(layout), made.documents, constructed=False)
     assert probe_leak(decoder_of(model_of("llama")), lost, documents_isolated=True).verdict == "leak"
+
+
+@pytest.mark.parametrize("border", [5, 17, 24, 48, 49, 50])
+def test_a_border_that_alone_is_lost_between_documents_or_rows_is_found(border: int) -> None:
+    made = example()
+    borders = made.batch.cu_seqlens
+    lost = replace(made.batch, cu_seqlens=borders[borders != border])
+    assert len(lost.cu_seqlens) == len(borders) - 1
+    found = probe_leak(decoder_of(model_of("llama")), replace(made, batch=lost), documents_isolated=True)
+    assert found.verdict == "leak"
+    assert found.document_leak is not None
+    assert found.document_leak > 1e-3
+    assert "another document" in found.why
 
 
 def test_attention_that_sees_the_future_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

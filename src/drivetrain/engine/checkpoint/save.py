@@ -7,8 +7,9 @@ puts its generators' state beside them as the sign that it is done; rank 0 then 
 import json
 import os
 import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,9 @@ __all__ = [
     "end",
     "keeping",
     "random_file",
+    "reason_of",
     "save_checkpoint",
+    "say_warning",
 ]
 
 SCHEMA = 1
@@ -165,15 +168,15 @@ class Attempt:
         seal(self.temporary, self.temporary.name)
         publish(self.temporary, self.final)
 
-    def tidy(self) -> None:
-        """On rank 0, when it is whole: remove old ones."""
+    def tidy(self, warn: Callable[[str], None]) -> None:
+        """On rank 0, when it is whole: remove old ones; ``warn`` is told when that fails. No rank ends for it."""
         try:
             prune(self.folder, self.step, self.keep_latest_k)
         except OSError as error:
-            raise EnvironmentFault(
+            warn(
                 f"the checkpoint of step {self.step} is saved, but older ones in {self.folder} can't be removed: "
                 f"{error}"
-            ) from error
+            )
 
     def give_up(self) -> None:
         """On rank 0: leave nothing of it."""
@@ -181,6 +184,11 @@ class Attempt:
 
     def _unfinished_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if not (self.temporary / random_file(rank)).is_file()]
+
+
+def say_warning(text: str) -> None:
+    """On stderr."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def save_checkpoint(
@@ -195,6 +203,7 @@ def save_checkpoint(
     agreement: Agreement = ALONE,
     layout: Mapping[str, object] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    warn: Callable[[str], None] = say_warning,
 ) -> Path:
     """Save ``folder/step-<step>``. Every rank calls it and returns when the checkpoint is whole.
 
@@ -211,6 +220,7 @@ def save_checkpoint(
         tokenizer_file: copied into ``model/``, so that other programs can use the folder.
         layout: sizes and order of the dimensions of parallelism, by name; kept in ``state.json``.
         max_shard_bytes: a file of tensors is not larger, unless a single tensor is.
+        warn: told, on rank 0, when the new one is whole and old ones could not be removed.
 
     Returns:
         The checkpoint's path.
@@ -243,7 +253,7 @@ def save_checkpoint(
             attempt.give_up()
     end(attempt, failures, agreement)
     if attempt.rank == 0:
-        attempt.tidy()
+        attempt.tidy(warn)
     return attempt.final
 
 
@@ -313,9 +323,9 @@ def begin(
     )
 
 
-def end(attempt: Attempt, failures: list[Exception], agreement: Agreement) -> None:
+def end(attempt: Attempt, failures: Sequence[BaseException], agreement: Agreement) -> None:
     """Raise the same EnvironmentFault on every rank when one has ``failures``. Collective."""
-    told = agreement.gather(str(failures[0]).encode() if failures else b"")
+    told = agreement.gather(reason_of(failures[0]).encode() if failures else b"")
     reasons = {rank: text.decode() for rank, text in enumerate(told) if text}
     if not reasons:
         return
@@ -324,6 +334,13 @@ def end(attempt: Attempt, failures: list[Exception], agreement: Agreement) -> No
     raise _fault(attempt.folder, attempt.step, attempt.needed, where + reason) from (
         failures[0] if failures else None
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """What is said of ``error``, never nothing; of one that a user cannot mend its kind as well."""
+    if isinstance(error, (OSError, SafetensorError, DrivetrainError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 @contextmanager

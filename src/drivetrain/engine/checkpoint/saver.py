@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,17 @@ from torch.profiler import record_function
 from drivetrain.config.model import ModelConfig
 from drivetrain.engine.checkpoint.agreement import ALONE, Agreement
 from drivetrain.engine.checkpoint.held_state import HeldState
-from drivetrain.engine.checkpoint.save import Attempt, Part, begin, end, keeping, save_checkpoint
+from drivetrain.engine.checkpoint.save import (
+    Attempt,
+    Part,
+    begin,
+    end,
+    keeping,
+    reason_of,
+    save_checkpoint,
+    say_warning,
+)
+from drivetrain.errors import EnvironmentFault
 
 __all__ = ["CheckpointSaver", "Saved"]
 
@@ -43,6 +53,7 @@ class CheckpointSaver:
         asynchronous: ``save`` copies this rank's part to host memory and returns; a thread writes it. The next
             ``save``, and ``finish``, wait for that.
         timeout_s: for how long rank 0's thread waits for the other ranks' parts.
+        warn: told, on rank 0, when a checkpoint is whole and old ones could not be removed.
     """
 
     def __init__(
@@ -56,11 +67,13 @@ class CheckpointSaver:
         agreement: Agreement = ALONE,
         layout: Mapping[str, object] | None = None,
         timeout_s: float = 600.0,
+        warn: Callable[[str], None] = say_warning,
     ) -> None:
         self._folder = folder
         self._agreement = agreement
         self._asynchronous = asynchronous
         self._timeout_s = timeout_s
+        self._warn = warn
         self._settings: dict[str, Any] = {
             "model": model,
             "keep_latest_k": keep_latest_k,
@@ -90,7 +103,12 @@ class CheckpointSaver:
         finished = self.finish()
         if not self._asynchronous:
             path = save_checkpoint(
-                self._folder, step, state=state, trainer_state=trainer_state, **self._settings
+                self._folder,
+                step,
+                state=state,
+                trainer_state=trainer_state,
+                warn=self._warn,
+                **self._settings,
             )
             return [*finished, Saved(step, path, None)]
         attempt = begin(self._folder, step, state=state, trainer_state=trainer_state, **self._settings)
@@ -111,18 +129,23 @@ class CheckpointSaver:
         """Wait until the one that is being written is whole, on every rank; it, if nobody was told yet. Collective.
 
         Raises:
-            EnvironmentFault: on every rank, when some rank could not write it; the former ones are untouched.
+            EnvironmentFault: on every rank, when some rank could not write it; the former ones are untouched. A rank
+                whose thread met a bug raises that.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return []
         writing.thread.join()
-        if writing.bug is not None:
-            raise writing.bug
-        attempt = writing.attempt
-        end(attempt, writing.failures, self._agreement)
+        attempt, bug = writing.attempt, writing.bug
+        try:
+            # The others wait for this rank's word here, whatever it has met.
+            end(attempt, writing.failures if bug is None else [bug], self._agreement)
+        except EnvironmentFault as fault:
+            if bug is not None:
+                raise bug from fault
+            raise
         if attempt.rank == 0:
-            attempt.tidy()
+            attempt.tidy(self._warn)
         return [] if writing.reported else [writing.saved]
 
     @torch.no_grad()
@@ -174,16 +197,17 @@ class _Writing:
             with keeping() as failures:
                 attempt.write()
             if failures and attempt.rank != 0:
-                attempt.tell_failure(str(failures[0]))
+                attempt.tell_failure(reason_of(failures[0]))
             if not failures and attempt.rank == 0:
                 with keeping() as failures:
                     attempt.wait_for_ranks(self._timeout_s)
                     attempt.conclude()
-            if attempt.rank == 0:
-                attempt.give_up()
             self.failures = failures
         except BaseException as error:  # noqa: BLE001 - raised again by finish, on the thread that trains
             if attempt.rank != 0:
-                attempt.tell_failure(f"{type(error).__name__}: {error}")
+                attempt.tell_failure(reason_of(error))
             self.bug = error
+        finally:
+            if attempt.rank == 0:
+                attempt.give_up()
         self._seconds = time.perf_counter() - began

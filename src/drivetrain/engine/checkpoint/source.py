@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain.engine.checkpoint.manifest import read_json
-from drivetrain.engine.checkpoint.tensor_files import DTYPES, Region, WholeTensor
+from drivetrain.engine.checkpoint.tensor_files import DTYPE_OF, Region, WholeTensor
 from drivetrain.errors import CheckpointError
 
 __all__ = ["TensorSource", "open_source"]
 
-_DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()}
 _LARGEST_HEADER = 100 * 2**20
 """Bytes; the format's own limit."""
 
@@ -145,8 +143,8 @@ def _read_header(path: Path, expected: list[str] | None) -> dict[str, WholeTenso
             if name == "__metadata__":
                 continue
             first, last = entry["data_offsets"]
-            tensor = WholeTensor(tuple(entry["shape"]), _DTYPE_OF[entry["dtype"]])
-            if last - first != prod(tensor.shape) * tensor.dtype.itemsize:
+            tensor = WholeTensor(tuple(entry["shape"]), DTYPE_OF[entry["dtype"]])
+            if last - first != tensor.nbytes:
                 raise CheckpointError(f"{path}: {name!r} of {tensor} has {last - first:,} bytes")
             if 8 + length + last > size:
                 raise CheckpointError(
@@ -160,10 +158,13 @@ def _read_header(path: Path, expected: list[str] | None) -> dict[str, WholeTenso
         raise CheckpointError(f"{path} can't be read as a safetensors file: {error!r}") from error
     if behind != size:
         raise CheckpointError(f"{path} has {size:,} bytes, and its tensors end at {behind:,}")
-    lacking = [name for name in expected or () if name not in found]
+    if expected is None:
+        return found
+    lacking = [name for name in expected if name not in found]
     if lacking:
         raise CheckpointError(f"{path} lacks {lacking[0]!r}, which the index says it holds")
-    extra = [] if expected is None else [name for name in found if name not in set(expected)]
+    named = set(expected)
+    extra = [name for name in found if name not in named]
     if extra:
         raise CheckpointError(f"{path} holds {extra[0]!r}, which the index does not name")
     return found

@@ -16,7 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "Entry", "FileSet", "Region", "TensorsOfFile", "WholeTensor", "lay_out", "write_part"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_OF",
+    "Entry",
+    "FileSet",
+    "Region",
+    "TensorsOfFile",
+    "WholeTensor",
+    "lay_out",
+    "write_part",
+]
 
 Region = tuple[tuple[int, int], ...]
 """A part of a tensor: first and end in each dimension."""
@@ -30,6 +40,7 @@ DTYPES = {
     torch.uint8: "U8",
 }
 """The format's names."""
+DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()}
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
@@ -42,19 +53,22 @@ class WholeTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(WholeTensor):
     """A tensor in a file; ``begin`` is the position of its first byte in the file."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     begin: int
 
     @property
     def end(self) -> int:
         """Position behind its last byte."""
-        return self.begin + prod(self.shape) * self.dtype.itemsize
+        return self.begin + self.nbytes
 
 
 @dataclass(frozen=True)
@@ -103,18 +117,17 @@ def lay_out(tensors: Mapping[str, WholeTensor], stem: str, max_bytes: int) -> Fi
     parts: list[dict[str, WholeTensor]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
-        size = prod(tensor.shape) * tensor.dtype.itemsize
-        if parts[-1] and filled + size > max_bytes:
+        if parts[-1] and filled + tensor.nbytes > max_bytes:
             parts.append({})
             filled = 0
         parts[-1][name] = tensor
-        filled += size
+        filled += tensor.nbytes
     index_name = f"{stem}.safetensors.index.json"
     if len(parts) == 1:
         return FileSet((_file(f"{stem}.safetensors", parts[0]),), index_name, None)
     names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
     files = tuple(_file(name, part) for name, part in zip(names, parts, strict=True))
-    total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
+    total = sum(entry.nbytes for file in files for entry in file.entries.values())
     weight_map = {tensor: file.name for file in files for tensor in file.entries}
     return FileSet(files, index_name, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -126,14 +139,13 @@ def _file(name: str, tensors: Mapping[str, WholeTensor]) -> TensorsOfFile:
     position = 0
     begins = {}
     for tensor_name, tensor in ordered:
-        size = prod(tensor.shape) * tensor.dtype.itemsize
         document[tensor_name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
+            "data_offsets": [position, position + tensor.nbytes],
         }
         begins[tensor_name] = position
-        position += size
+        position += tensor.nbytes
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-import torch
 
-from drivetrain.engine.checkpoint.tensor_files import DTYPES, Region, WholeTensor
+from drivetrain.engine.checkpoint.tensor_files import DTYPE_OF, DTYPES, Region, WholeTensor
 from drivetrain.engine.parallel.gradient_sync import Held
 
-__all__ = ["WritePlan", "describe", "plan_writes", "region_of"]
-
-_DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()}
+__all__ = ["WritePlan", "bytes_of", "describe", "plan_writes", "region_of"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def plan_writes(descriptions: Sequence[bytes]) -> WritePlan:
     holders: dict[str, dict[Region, list[int]]] = {}
     for rank, description in enumerate(descriptions):
         for name, (dtype, shape, bounds) in json.loads(description).items():
-            tensor = WholeTensor(tuple(shape), _DTYPE_OF[dtype])
+            tensor = WholeTensor(tuple(shape), DTYPE_OF[dtype])
             assert whole.setdefault(name, tensor) == tensor, f"ranks disagree over {name}: {tensor}"
             region = tuple((int(first), int(end)) for first, end in bounds)
             holders.setdefault(name, {}).setdefault(region, []).append(rank)
@@ -98,4 +95,4 @@ def _cover(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
 
 def bytes_of(tensors: Mapping[str, WholeTensor]) -> int:
     """Bytes of all of ``tensors``."""
-    return sum(torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())

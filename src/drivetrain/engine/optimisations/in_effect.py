@@ -6,8 +6,8 @@ and in its summary.
 
 from collections.abc import Iterator
 
-from drivetrain.catalogue import Optimisation, catalogue
-from drivetrain.config import LaunchFacts, leaves
+from drivetrain.catalogue import catalogue
+from drivetrain.config import LaunchFacts
 from drivetrain.engine.data.loader import BatchLoader
 from drivetrain.engine.optimisations.discovery import implementations
 from drivetrain.engine.optimisations.implementation import Building, Stage, Status
@@ -37,8 +37,7 @@ class Optimisations:
             assert entry.name in self._implementations, f"nothing does what the entry {entry.name} says"
             asked = entry.requested(config)
             idle = entry.applies(config, facts) if asked else None
-            # A default that can have no effect here is nothing that anybody asked for.
-            self._requested[entry.name] = asked and (idle is None or not self._is_default(entry))
+            self._requested[entry.name] = entry.is_asked_for(config, facts)
             self._status[entry.name] = _NOT_ASKED if idle is None else Status(active=False, reason=idle)
             if asked and idle is None:
                 self._prepared.add(entry.name)
@@ -86,19 +85,11 @@ class Optimisations:
             yield OptimisationRecord(
                 name=entry.name,
                 field=entry.field,
-                value=self._value(entry),
+                value=entry.value(self.building.config),
                 requested=self._requested[entry.name],
                 active=status.active,
                 reason=status.reason,
             )
-
-    def _value(self, entry: Optimisation) -> object:
-        section, _, name = entry.field.partition(".")
-        value: object = getattr(getattr(self.building.config, section), name)
-        return value
-
-    def _is_default(self, entry: Optimisation) -> bool:
-        return bool(self._value(entry) == leaves()[entry.field].default)
 
 
 def finding_of(record: OptimisationRecord) -> str | None:
@@ -106,9 +97,5 @@ def finding_of(record: OptimisationRecord) -> str | None:
     if not record.requested or (record.active and record.reason is None):
         return None
     if not record.active:
-        return f"{record.field} = {_shown(record.value)} is not in effect: {record.reason}"
-    return f"{record.field} = {_shown(record.value)} is in effect, but {record.reason}"
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
+        return f"{record.asked} is not in effect: {record.reason}"
+    return f"{record.asked} is in effect, but {record.reason}"

@@ -294,6 +294,7 @@ def claims_of(found: dict[str, Any]) -> list[Claim]:
                 other = sum(entry[column] for entry in theirs.values())
                 # With the documented default the number of buckets is another setting, not another way.
                 target = 0.0 if peer == DDP_DEFAULT and column == 0 else 1.0
+                why = "for information, the peer's buckets are another setting; " if target == 0 else ""
                 claims.append(
                     claim_of_ratios(
                         f"{ours}: {what} of a step, the peer's over ours",
@@ -301,7 +302,7 @@ def claims_of(found: dict[str, Any]) -> list[Claim]:
                         version,
                         [other / mine] * 2,
                         target=target,
-                        note=f"ours {own}, peer {theirs}, as [calls, bytes]; {SETTINGS[peer]}",
+                        note=f"{why}ours {own}, peer {theirs}, as [calls, bytes]; {SETTINGS[peer]}",
                     )
                 )
             foreign = median(seen["foreign"][ours] + seen["foreign"][peer])
@@ -310,9 +311,9 @@ def claims_of(found: dict[str, Any]) -> list[Claim]:
                 f"{len(times[ours])} turns a side; ours against itself {0.0 if noise is None else noise:.1%}; other "
                 f"processes took {foreign:.0%} of the machine (median turn)"
             )
-            for what, kind, target in (
-                ("time of a step at most 1.05 times the peer's", "times", TARGET),
-                ("CPU time of a step", "cpu", 0.0),
+            for what, kind, target, why in (
+                ("time of a step at most 1.05 times the peer's", "times", TARGET, ""),
+                ("CPU time of a step", "cpu", 0.0, "for information, rank 0 with all its threads; "),
             ):
                 claims.append(
                     claim_of_times(
@@ -322,7 +323,7 @@ def claims_of(found: dict[str, Any]) -> list[Claim]:
                         seen[kind][ours],
                         seen[kind][peer],
                         target=target,
-                        note=conditions,
+                        note=why + conditions,
                     )
                 )
     return claims

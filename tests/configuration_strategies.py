@@ -132,14 +132,17 @@ def _parallelism(draw: st.DrawFn, model: dict[str, Any], world_size: int) -> dic
     left //= tensor
     pipeline = 2 if left % 2 == 0 and model["num_layers"] >= 2 and draw(st.booleans()) else 1
     left //= pipeline
+    zero_stage = draw(st.sampled_from([0, 0, 1, 2, 3]))
+    # One rank with all shards is right only where nothing is to be shared.
+    shard_sizes = [1, left] if zero_stage == 0 else [left]
     return {
         "tensor_model_parallel_size": tensor,
         "sequence_parallel": model["seq_length"] % tensor == 0 and draw(st.booleans()),
         "pipeline_model_parallel_size": pipeline,
         "pipeline_schedule": draw(st.sampled_from(["gpipe", "1f1b"])),
         "data_parallel_size": _maybe(draw, left),
-        "zero_stage": draw(st.sampled_from([0, 0, 1, 2, 3])),
-        "hybrid_shard_size": _maybe(draw, draw(st.sampled_from([1, left]))),
+        "zero_stage": zero_stage,
+        "hybrid_shard_size": _maybe(draw, draw(st.sampled_from(shard_sizes))),
         "reduce_each_micro_batch": pipeline == 1 and draw(st.booleans()),
         "rank_order": draw(st.sampled_from(["tp-cp-pp-dp", "pp-tp-dp-cp"])),
         "distributed_timeout_minutes": draw(st.sampled_from([1, 10.0])),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drivetrain.config import LaunchFacts, idle_fields, leaves, load_config
+from drivetrain.config import LaunchFacts, idle_fields, leaves, load_config, violations
 from drivetrain.config.idle import _CONDITIONS
 
 CASES = {
@@ -53,6 +53,7 @@ CASES = {
         ["parallelism.pipeline_schedule=zbv", "parallelism.pipeline_model_parallel_size=2"],
     ),
     "parallelism.hybrid_shard_size": (["parallelism.hybrid_shard_size=1"], []),
+    "parallelism.reduce_each_micro_batch": (["parallelism.reduce_each_micro_batch=true"], []),
     "parallelism.zero_stage": (["parallelism.zero_stage=1"], []),
 }
 
@@ -77,15 +78,79 @@ def test_what_only_several_processes_use_depends_on_the_launch() -> None:
 
 
 def test_fields_of_data_parallelism_depend_on_the_ranks_that_are_left_for_it() -> None:
-    overrides = ["parallelism.zero_stage=3", "overlap.bucket_size_mb=1", "parallelism.hybrid_shard_size=1"]
-    config = load_config("llama-2m", [*overrides, "parallelism.tensor_model_parallel_size=2"]).config
+    overrides = ["parallelism.zero_stage=3", "overlap.bucket_size_mb=1", "training.micro_batch_size=1"]
+    layout = ["parallelism.tensor_model_parallel_size=2"]
 
-    def idle(world_size: int) -> list[str]:
-        return [idle.field for idle in idle_fields(config, LaunchFacts(world_size))]
+    def idle(world_size: int, shard_size: int) -> list[str]:
+        sizes = [*layout, f"parallelism.hybrid_shard_size={shard_size}"]
+        config, facts = load_config("llama-2m", [*overrides, *sizes]).config, LaunchFacts(world_size)
+        assert violations(config, facts) == [], "what a rule refuses is no idle field"
+        return [idle.field for idle in idle_fields(config, facts)]
 
     everything = ["parallelism.zero_stage", "parallelism.hybrid_shard_size", "overlap.bucket_size_mb"]
-    assert idle(2) == everything
-    assert idle(4) == ["overlap.bucket_size_mb"], "a block's gradients are one bucket"
+    assert idle(2, 1) == everything
+    assert idle(4, 2) == ["overlap.bucket_size_mb"], "a block's gradients are one bucket"
+
+
+def test_reducing_with_each_micro_batch_is_idle_where_a_step_has_one() -> None:
+    overrides = ["parallelism.reduce_each_micro_batch=true", "training.micro_batch_size=4"]
+
+    def idle(global_batch_size: int) -> list[str]:
+        sizes = [f"training.global_batch_size={global_batch_size}"]
+        return list(
+            map(str, idle_fields(load_config("llama-2m", [*overrides, *sizes]).config, LaunchFacts(2)))
+        )
+
+    assert idle(8) == [
+        "no effect: parallelism.reduce_each_micro_batch, because a step has one micro-batch: its gradients are "
+        "reduced once either way"
+    ]
+    assert idle(16) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "idle"),
+    [
+        (4, ["parallelism.hybrid_shard_size=3"], ["hybrid_shard_size"]),
+        (1, ["parallelism.hybrid_shard_size=3", "parallelism.zero_stage=1"], ["zero_stage"]),
+        (
+            2,
+            ["parallelism.pipeline_model_parallel_size=2", "parallelism.reduce_each_micro_batch=true"],
+            ["reduce_each_micro_batch"],
+        ),
+        (
+            4,
+            [
+                "parallelism.pipeline_model_parallel_size=2",
+                "parallelism.pipeline_schedule=gpipe",
+                "parallelism.reduce_each_micro_batch=true",
+                "training.global_batch_size=4",
+                "training.micro_batch_size=2",
+            ],
+            [],
+        ),
+        (
+            2,
+            [
+                "parallelism.pipeline_model_parallel_size=2",
+                "parallelism.pipeline_schedule=zbv",
+                "parallelism.zero_stage=3",
+            ],
+            ["zero_stage"],
+        ),
+    ],
+)
+def test_a_field_is_refused_or_idle_and_never_both(
+    world_size: int, overrides: list[str], idle: list[str]
+) -> None:
+    sizes = ["training.micro_batch_size=1", "training.global_batch_size=16"]
+    config, facts = load_config("llama-2m", [*sizes, *overrides]).config, LaunchFacts(world_size)
+    named = [one.field.removeprefix("parallelism.") for one in idle_fields(config, facts)]
+    assert [name for name in named if not name.startswith("overlap")] == idle
+    refused = [violation.fields[0].removeprefix("parallelism.") for violation in violations(config, facts)]
+    assert not set(refused) & set(named)
+    asked = {"hybrid_shard_size", "reduce_each_micro_batch", "zero_stage"}
+    assert asked & {*refused, *named}, "one of them speaks"
 
 
 def test_every_condition_is_of_fields_there_are_and_each_has_a_case() -> None:

@@ -12,6 +12,7 @@ TP, PP, DP, ZERO = (
     "parallelism.zero_stage",
 )
 SCHEDULE, LAYOUT = "parallelism.pipeline_schedule", "parallelism.pipeline_model_parallel_layout"
+LIMIT = "memory.device_memory_limit_bytes=1000000"
 # llama-2m: 6 layers, 4 heads with keys and values of their own, ffn 448, vocabulary 4096, 256 tokens. 16 micro-batches.
 RUN = ["training.micro_batch_size=1", "training.global_batch_size=16"]
 
@@ -92,8 +93,15 @@ EXAMPLES: dict[str, tuple[int, list[str], str, tuple[int, list[str]]]] = {
         "parallelism.hybrid_shard_size: 3 does not divide the data-parallel size, 4; nearest legal values: 2 or 4",
         (4, [f"{ZERO}=3", "parallelism.hybrid_shard_size=2"]),
     ),
+    "hybrid-shards-are-shared": (
+        6,
+        [f"{ZERO}=1", "parallelism.hybrid_shard_size=1", f"{TP}=2", "training.global_batch_size=15"],
+        "parallelism.hybrid_shard_size: one rank holds all shards: nothing is shared; use zero_stage = 0, or "
+        "hybrid_shard_size = 3",
+        (2, [f"{ZERO}=0", "parallelism.hybrid_shard_size=1"]),
+    ),
     "pipelines-reduce-once": (
-        2,
+        4,
         [f"{PP}=2", "parallelism.reduce_each_micro_batch=true"],
         "parallelism.reduce_each_micro_batch: a pipeline's backward passes overlap, and its gradients are complete at "
         "the end of the step alone; use reduce_each_micro_batch = false, or pipeline_model_parallel_size = 1",
@@ -107,11 +115,20 @@ EXAMPLES: dict[str, tuple[int, list[str], str, tuple[int, list[str]]]] = {
         "model.untie_embeddings_and_output_weights = true",
         (4, [f"{PP}=2", f"{ZERO}=3", f"{SCHEDULE}=zbv", "model.untie_embeddings_and_output_weights=true"]),
     ),
+    "memory-limit-counts-whole-ranks": (
+        2,
+        [f"{ZERO}=1", LIMIT],
+        "memory.device_memory_limit_bytes: on a CPU it is held by counting one step of a rank that has the whole model "
+        "and its optimizer state; use none, or tensor_model_parallel_size = 1, pipeline_model_parallel_size = 1 and "
+        "zero_stage = 0",
+        (2, [LIMIT]),
+    ),
 }
 
 
 def broken(world_size: int, overrides: list[str]) -> dict[str, str]:
-    found = violations(load_config("llama-2m", [*RUN, *overrides]).config, LaunchFacts(world_size))
+    facts = LaunchFacts(world_size, device_type="cpu")
+    found = violations(load_config("llama-2m", [*RUN, *overrides]).config, facts)
     return {violation.rule: str(violation) for violation in found}
 
 
@@ -153,3 +170,26 @@ def test_stages_that_do_not_come_out_are_refused(overrides: list[str], message: 
 def test_one_process_is_no_layout_of_several() -> None:
     assert broken(1, []) == {}
     assert "1 process is no multiple" in broken(1, [f"{TP}=2", f"{PP}=2"])["layout-covers-processes"]
+
+
+def test_rules_on_data_parallel_ranks_are_silent_while_the_layout_does_not_fit_the_processes() -> None:
+    """Their number is not known then."""
+    hybrid = [f"{ZERO}=1", "training.global_batch_size=15"]
+    for size in (1, 2):
+        given = [*hybrid, f"{TP}=2", f"parallelism.hybrid_shard_size={size}"]
+        assert set(broken(7, given)) == {"layout-covers-processes"}
+        given = [*hybrid, f"{DP}=3", f"parallelism.hybrid_shard_size={size}"]
+        assert set(broken(5, given)) == {"data-parallel-equals-processes"}
+    zbv = [f"{PP}=2", f"{ZERO}=3", f"{SCHEDULE}=zbv"]
+    assert set(broken(5, zbv)) == {"layout-covers-processes"}
+
+
+def test_a_set_of_shards_of_one_rank_is_never_the_nearest_legal_value() -> None:
+    message = broken(5, [f"{ZERO}=2", "parallelism.hybrid_shard_size=3", "training.global_batch_size=15"])
+    assert message["hybrid-shards-divide-ranks"].endswith("nearest legal values: 5")
+
+
+def test_a_memory_limit_is_refused_only_where_the_device_is_known_to_be_a_cpu() -> None:
+    config = load_config("llama-2m", [*RUN, LIMIT, f"{TP}=2"]).config
+    for device_type in (None, "cuda"):
+        assert violations(config, LaunchFacts(2, device_type=device_type)) == []

@@ -1,15 +1,16 @@
 """``drivetrain check``: rules and counts of a configuration; nothing is started."""
 
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from drivetrain.config import LaunchFacts, LoadedConfig
+    from drivetrain.config import LaunchFacts, LoadedConfig, RunConfig
     from drivetrain.engine.dry_run import DryRun
 
-__all__ = ["register", "show_dry_run"]
+__all__ = ["device_type_of", "register", "show_dry_run"]
 
 _SHOWN_HOSTS = 16
 _NO_PLACE = ("rank", "host")
@@ -65,7 +66,12 @@ def check(
         raise DrivetrainError(
             f"--per-host {per_host} does not divide {world_size} processes; give a divisor, or leave it out"
         )
-    facts = LaunchFacts(world_size=world_size, local_world_size=per_host, source_name=loaded.name)
+    facts = LaunchFacts(
+        world_size=world_size,
+        local_world_size=per_host,
+        source_name=loaded.name,
+        device_type=device_type_of(loaded.config),
+    )
     broken = violations(loaded.config, facts, all_rules())
     document: dict[str, Any] = {
         "config": loaded.source,
@@ -95,6 +101,19 @@ def check(
         _print(document)
     if broken:
         raise typer.Exit(1)
+
+
+def device_type_of(config: "RunConfig") -> str | None:
+    """What its processes would compute on if they were started here; None where no rule asks, or without torch."""
+    if config.memory.device_memory_limit_bytes is None:
+        return None
+    if config.run.device != "auto":
+        return config.run.device
+    if find_spec("torch") is None:
+        return None
+    from drivetrain.engine.devices import select_device
+
+    return select_device(config.run).type
 
 
 def _optimisations(loaded: "LoadedConfig", facts: "LaunchFacts") -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 from drivetrain.archive.origin import RunOrigin, change_between
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.archive.writer import append_event
+from drivetrain.cli.check import device_type_of
 from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.evidence import with_evidence
@@ -25,7 +26,6 @@ from drivetrain.config import (
     load_config,
     violations,
 )
-from drivetrain.config.layout import model_ranks
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
 __all__ = ["EXIT_OF", "Beginning", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
@@ -91,7 +91,12 @@ def run_train(
         {"--nproc": num_processes is not None, "--dry-run": dry, "--overfit-batch": overfit},
         under_torchrun=Ranks.started_by_torchrun(),
     )
-    beginning.refuse_without_a_new_run("--dry-run" if dry else "--overfit-batch" if overfit else None)
+    without_run = "--dry-run" if dry else "--overfit-batch" if overfit else None
+    beginning.refuse_without_a_new_run(without_run)
+    if max_restarts and without_run is not None:
+        raise DrivetrainError(
+            f"--max-restarts watches over a run, and {without_run} makes none; give one of them"
+        )
     if Ranks.started_by_torchrun():
         if max_restarts:
             raise DrivetrainError(
@@ -105,21 +110,15 @@ def run_train(
         LoadedConfig(run.config(), source, run.name) if run is not None else load_config(source, overrides)
     )
     world_size = num_processes or _former_size(run) or least_processes(loaded.config)
+    if overfit:
+        return _overfit(loaded, world_size, as_json)
     refuse_broken_rules(loaded, world_size)
+    if dry or run is not None:
+        _note_idle_fields(loaded, world_size)
     if dry:
         from drivetrain.cli.check import show_dry_run
 
-        _note_idle_fields(loaded, world_size)
         return show_dry_run(loaded, world_size, as_json=as_json)
-    if overfit:
-        from drivetrain.cli.overfit import run_overfit
-
-        if model_ranks(loaded.config) > 1:
-            raise DrivetrainError(
-                "--overfit-batch trains in one process; use parallelism.tensor_model_parallel_size=1 "
-                "parallelism.pipeline_model_parallel_size=1"
-            )
-        return run_overfit(loaded, as_json=as_json)
     if max_restarts and world_size == 1:
         raise DrivetrainError(
             "--max-restarts watches over several processes, and this run has one; add --nproc, or drop it"
@@ -143,6 +142,23 @@ def _refuse_what_would_have_no_effect(given: dict[str, bool], *, under_torchrun:
         raise DrivetrainError("--dry-run starts nothing and --overfit-batch trains; give one of them")
     if {"--nproc", "--overfit-batch"} <= set(options):
         raise DrivetrainError("--overfit-batch trains in one process; drop --nproc")
+
+
+def _overfit(loaded: LoadedConfig, world_size: int, as_json: bool) -> int:
+    from drivetrain.cli.overfit import run_overfit
+
+    # It holds no memory limit, and says so.
+    refuse_broken_rules(loaded, world_size, limits_memory=False)
+    sizes = {
+        name: getattr(loaded.config.parallelism, name)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    }
+    several = [name for name, size in sizes.items() if size is not None and size > 1]
+    if several:
+        ones = " ".join(f"parallelism.{name}=1" for name in several)
+        raise DrivetrainError(f"--overfit-batch trains in one process; use {ones}")
+    _note_idle_fields(loaded, 1)
+    return run_overfit(loaded, as_json=as_json)
 
 
 def _former_size(run: Run | None) -> int:
@@ -180,11 +196,17 @@ def _train_to_end(path: Path, world_size: int, max_restarts: int) -> dict[str, A
         return work(path, Ranks(), stop).summary
 
 
-def refuse_broken_rules(loaded: LoadedConfig, world_size: int) -> None:
-    """Raise ConfigurationError with every broken rule."""
+def refuse_broken_rules(loaded: LoadedConfig, world_size: int, *, limits_memory: bool = True) -> None:
+    """Raise ConfigurationError with every broken rule.
+
+    Args:
+        limits_memory: whether what is started holds memory.device_memory_limit_bytes.
+    """
     from drivetrain.catalogue.rules import all_rules
 
-    broken = violations(loaded.config, LaunchFacts(world_size=world_size), all_rules())
+    device_type = device_type_of(loaded.config) if limits_memory else None
+    facts = LaunchFacts(world_size=world_size, device_type=device_type)
+    broken = violations(loaded.config, facts, all_rules())
     if broken:
         raise ConfigurationError(*(str(violation) for violation in broken))
 
@@ -246,6 +268,11 @@ def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool, beginning
     if run is not None:
         beginning.refuse_without_a_new_run(source)
         path = run.path
+        if not started_by_launcher():
+            loaded = LoadedConfig(run.config(), source, run.name)
+            refuse_broken_rules(loaded, ranks.world_size)
+            if ranks.rank == 0:
+                _note_idle_fields(loaded, ranks.world_size)
     else:
         loaded = load_config(source, overrides)
         refuse_broken_rules(loaded, ranks.world_size)

@@ -16,6 +16,7 @@ __all__ = [
     "data_seed",
     "decay_tokens",
     "derived_values",
+    "microbatches_per_rank",
     "num_microbatches",
     "split_weights",
     "tokens_per_step",
@@ -46,8 +47,13 @@ def data_seed(config: RunConfig) -> int:
 
 def num_microbatches(config: RunConfig, world_size: int) -> int:
     """Micro-batches of one step on each data-parallel rank. The basic rules must hold."""
+    return microbatches_per_rank(config, data_parallel_size(config, world_size))
+
+
+def microbatches_per_rank(config: RunConfig, data_parallel_ranks: int) -> int:
+    """The same for a number of data-parallel ranks, where they are there to be counted."""
     training = config.training
-    per_pass = training.micro_batch_size * data_parallel_size(config, world_size)
+    per_pass = training.micro_batch_size * data_parallel_ranks
     assert training.global_batch_size % per_pass == 0, "rule global-batch-divides was not checked"
     return training.global_batch_size // per_pass
 

@@ -34,7 +34,8 @@ class ParallelismConfig(Section):
     """What data-parallel ranks share instead of each holding it: 1 optimizer state, 2 also gradients, 3 also
     parameters."""
     hybrid_shard_size: Count | None = Field(default=None, ge=1, le=1_048_576)
-    """Data-parallel ranks that share one set of shards (HSDP); the sets hold the same. Absent: all of them."""
+    """Data-parallel ranks that share one set of shards (HSDP), two at least; the sets hold the same. Absent: all of
+    them."""
     reduce_each_micro_batch: bool = False
     """Reduce gradients over data-parallel ranks with each micro-batch: more traffic, and with zero_stage 2 or 3 less
     memory. Off: once a step."""
@@ -50,8 +51,8 @@ class OverlapConfig(Section):
     """Communication while computing."""
 
     bucket_size_mb: float = Field(default=25.0, ge=0, le=1_048_576)
-    """Gradients are reduced in buckets of this many MB (1e6 bytes) while backward runs. 0: all in one bucket,
-    which is reduced when backward has ended."""
+    """Gradients are reduced in buckets of this many MB (1e6 bytes) while backward runs, in a pipeline after it.
+    0: all in one bucket, which is reduced when backward has ended."""
 
 
 class FusionConfig(Section):

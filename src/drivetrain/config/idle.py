@@ -35,6 +35,17 @@ class _Condition:
     reason: str
 
 
+_ALONE = "there is one data-parallel rank, which has nothing to share or to reduce"
+
+
+def _reduces_once_anyway(config: RunConfig, facts: LaunchFacts) -> bool:
+    """One micro-batch a step. A pipeline may not reduce with each at all, and a rule says so."""
+    per_pass = config.training.micro_batch_size * data_parallel_size(config, facts.world_size)
+    return (
+        config.training.global_batch_size == per_pass and config.parallelism.pipeline_model_parallel_size == 1
+    )
+
+
 def _section(name: str, *without: str) -> tuple[str, ...]:
     return tuple(leaf.path for leaf in leaves().values() if leaf.section == name and leaf.name not in without)
 
@@ -100,6 +111,11 @@ _CONDITIONS = (
         "parallelism.zero_stage = 0: nothing is sharded",
     ),
     _Condition(
+        ("parallelism.reduce_each_micro_batch",),
+        _reduces_once_anyway,
+        "a step has one micro-batch: its gradients are reduced once either way",
+    ),
+    _Condition(
         ("overlap.bucket_size_mb",),
         lambda config, _: config.parallelism.zero_stage == 3,
         "parallelism.zero_stage = 3: a block's gradients are one bucket",
@@ -108,11 +124,18 @@ _CONDITIONS = (
         (
             "overlap.bucket_size_mb",
             "parallelism.zero_stage",
-            "parallelism.hybrid_shard_size",
             "parallelism.reduce_each_micro_batch",
         ),
         lambda config, facts: data_parallel_size(config, facts.world_size) == 1,
-        "there is one data-parallel rank, which has nothing to share or to reduce",
+        _ALONE,
+    ),
+    _Condition(
+        # Another size does not divide the ranks: that is a rule's affair.
+        ("parallelism.hybrid_shard_size",),
+        lambda config, facts: (
+            config.parallelism.hybrid_shard_size == 1 and data_parallel_size(config, facts.world_size) == 1
+        ),
+        _ALONE,
     ),
     _Condition(
         ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes", "parallelism.rank_order"),

@@ -19,6 +19,12 @@ _TP = "parallelism.tensor_model_parallel_size"
 _PP = "parallelism.pipeline_model_parallel_size"
 
 
+def _layout_fits(config: RunConfig, facts: LaunchFacts) -> bool:
+    """Whether the rules on the number of processes hold, so that the data-parallel size is known."""
+    given, ranks = config.parallelism.data_parallel_size, model_ranks(config)
+    return facts.world_size % ranks == 0 and given in (None, facts.world_size // ranks)
+
+
 def _layout_covers_processes(config: RunConfig, facts: LaunchFacts) -> str | None:
     parallelism, ranks, world = config.parallelism, model_ranks(config), facts.world_size
     if world % ranks == 0:
@@ -138,17 +144,38 @@ def _micro_batches_fit_the_schedule(config: RunConfig, facts: LaunchFacts) -> st
 
 def _hybrid_shards_divide_ranks(config: RunConfig, facts: LaunchFacts) -> str | None:
     size, ranks = config.parallelism.hybrid_shard_size, data_parallel_size(config, facts.world_size)
-    if size is None or ranks % size == 0:
+    if size is None or config.parallelism.zero_stage == 0 or not _layout_fits(config, facts):
+        return None
+    if ranks % size == 0:
         return None
     return (
         f"{size} does not divide the data-parallel size, {ranks}; nearest legal values: "
-        f"{closest(size, divisors(ranks))}"
+        f"{closest(size, _shard_sizes(ranks))}"
     )
 
 
-def _pipelines_reduce_once(config: RunConfig, _: LaunchFacts) -> str | None:
+def _hybrid_shards_are_shared(config: RunConfig, facts: LaunchFacts) -> str | None:
+    parallelism, ranks = config.parallelism, data_parallel_size(config, facts.world_size)
+    if parallelism.hybrid_shard_size != 1 or parallelism.zero_stage == 0 or ranks == 1:
+        return None
+    if not _layout_fits(config, facts):
+        return None
+    return (
+        "one rank holds all shards: nothing is shared; use zero_stage = 0, or hybrid_shard_size = "
+        f"{_shard_sizes(ranks)[0]}"
+    )
+
+
+def _shard_sizes(ranks: int) -> list[int]:
+    """Legal numbers of data-parallel ranks that share one set of shards, ascending."""
+    return [size for size in divisors(ranks) if size > 1 or ranks == 1]
+
+
+def _pipelines_reduce_once(config: RunConfig, facts: LaunchFacts) -> str | None:
     parallelism = config.parallelism
     if not parallelism.reduce_each_micro_batch or parallelism.pipeline_model_parallel_size == 1:
+        return None
+    if data_parallel_size(config, facts.world_size) == 1:  # nothing is reduced
         return None
     return (
         "a pipeline's backward passes overlap, and its gradients are complete at the end of the step alone; use "
@@ -156,8 +183,10 @@ def _pipelines_reduce_once(config: RunConfig, _: LaunchFacts) -> str | None:
     )
 
 
-def _one_rank_ends_share_no_shards(config: RunConfig, _: LaunchFacts) -> str | None:
+def _one_rank_ends_share_no_shards(config: RunConfig, facts: LaunchFacts) -> str | None:
     parallelism = config.parallelism
+    if not _layout_fits(config, facts) or data_parallel_size(config, facts.world_size) == 1:
+        return None
     in_a_v = parallelism.pipeline_model_parallel_size > 1 and parallelism.pipeline_schedule == "zbv"
     if parallelism.zero_stage < 3 or not in_a_v or config.model.untie_embeddings_and_output_weights:
         return None
@@ -165,6 +194,16 @@ def _one_rank_ends_share_no_shards(config: RunConfig, _: LaunchFacts) -> str | N
         "with zbv one rank has both ends of the model, and their common embedding cannot be gathered for each stage by "
         "itself; the nearest legal value is 2; or use another pipeline_schedule, or "
         "model.untie_embeddings_and_output_weights = true"
+    )
+
+
+def _memory_limit_counts_whole_ranks(config: RunConfig, facts: LaunchFacts) -> str | None:
+    limited = config.memory.device_memory_limit_bytes is not None and facts.device_type == "cpu"
+    if not limited or (model_ranks(config) == 1 and config.parallelism.zero_stage == 0):
+        return None
+    return (
+        "on a CPU it is held by counting one step of a rank that has the whole model and its optimizer state; use "
+        "none, or tensor_model_parallel_size = 1, pipeline_model_parallel_size = 1 and zero_stage = 0"
     )
 
 
@@ -242,13 +281,19 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "hybrid-shards-divide-ranks",
         ("parallelism.hybrid_shard_size", "parallelism.data_parallel_size"),
         _hybrid_shards_divide_ranks,
-        "hybrid_shard_size divides the data-parallel size.",
+        "With zero_stage above 0, hybrid_shard_size divides the data-parallel size.",
+    ),
+    Rule(
+        "hybrid-shards-are-shared",
+        ("parallelism.hybrid_shard_size", "parallelism.zero_stage", "parallelism.data_parallel_size"),
+        _hybrid_shards_are_shared,
+        "With zero_stage above 0 and several data-parallel ranks, hybrid_shard_size is at least 2.",
     ),
     Rule(
         "pipelines-reduce-once",
         ("parallelism.reduce_each_micro_batch", _PP),
         _pipelines_reduce_once,
-        "In a pipeline, gradients are reduced once a step.",
+        "In a pipeline with several data-parallel ranks, gradients are reduced once a step.",
     ),
     Rule(
         "zbv-gathers-no-tied-embedding",
@@ -259,7 +304,13 @@ PARALLEL_RULES: tuple[Rule, ...] = (
             _PP,
         ),
         _one_rank_ends_share_no_shards,
-        "With pipeline_schedule = zbv and a tied embedding, zero_stage is at most 2.",
+        "With pipeline_schedule = zbv, a tied embedding and several data-parallel ranks, zero_stage is at most 2.",
+    ),
+    Rule(
+        "memory-limit-counts-whole-ranks",
+        ("memory.device_memory_limit_bytes", _TP, _PP, "parallelism.zero_stage"),
+        _memory_limit_counts_whole_ranks,
+        "On a CPU, a rank has the whole model and its optimizer state where device_memory_limit_bytes is given.",
     ),
 )
 """Tried with the basic rules."""

@@ -21,12 +21,14 @@ class LaunchFacts:
         local_world_size: number of processes on this machine; None: all of them.
         usable_cores: CPU cores this machine's processes may use; None where unknown.
         source_name: name of the preset or file the configuration came from; None where unknown.
+        device_type: what the processes compute on, ``cpu`` or ``cuda``; None where unknown.
     """
 
     world_size: int = 1
     local_world_size: int | None = None
     usable_cores: int | None = None
     source_name: str | None = None
+    device_type: str | None = None
 
     def __post_init__(self) -> None:
         assert self.world_size >= 1

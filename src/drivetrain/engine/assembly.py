@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from drivetrain.archive.origin import PLAIN, RunOrigin
-from drivetrain.config import ModelConfig, RunConfig, layout_of, num_microbatches
+from drivetrain.config import ModelConfig, RunConfig, layout_of
+from drivetrain.config.derive import microbatches_per_rank
 from drivetrain.config.layout import ORDER
 from drivetrain.engine.checkpoint import (
     CheckpointSaver,
@@ -106,7 +107,7 @@ def assemble(
             group=group,
             mesh=mesh,
             device=device.torch_device,
-            num_microbatches=num_microbatches(config, group.size),
+            num_microbatches=microbatches_per_rank(config, mesh.size("dp")),
             max_norm=config.training.clip_grad,
             pipeline=local.pipeline,
         ),
@@ -224,7 +225,7 @@ def _enforce_memory_limit(
         apply_cuda_limit(limit_bytes, device.torch_device)
         return
     require_countable_step(config, group.size, device.type)
-    microbatches = min(2, num_microbatches(config, group.size))
+    microbatches = min(2, microbatches_per_rank(config, mesh.size("dp")))
     with BatchLoader(
         config,
         corpus,

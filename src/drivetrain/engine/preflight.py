@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drivetrain.config import RunConfig, data_seed, layout_of
+from drivetrain.config import LaunchFacts, RunConfig, data_seed, violations
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.sequences import Sequences
 from drivetrain.engine.model.huggingface import require_same_model
@@ -35,10 +35,7 @@ def require_countable_step(config: RunConfig, world_size: int, device_type: str)
     Raises:
         ConfigurationError: a rank cannot take a step alone.
     """
-    limited = config.memory.device_memory_limit_bytes is not None and device_type == "cpu"
-    if limited and (layout_of(config, world_size).dp != world_size or config.parallelism.zero_stage):
-        raise ConfigurationError(
-            "memory.device_memory_limit_bytes: on a CPU it is held by counting one step of a rank that has the whole "
-            "model and its optimizer state; use none, or tensor_model_parallel_size = 1, "
-            "pipeline_model_parallel_size = 1 and zero_stage = 0"
-        )
+    facts = LaunchFacts(world_size=world_size, device_type=device_type)
+    broken = [found for found in violations(config, facts) if found.rule == "memory-limit-counts-whole-ranks"]
+    if broken:
+        raise ConfigurationError(*map(str, broken))

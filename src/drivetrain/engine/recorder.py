@@ -169,14 +169,12 @@ class Recorder:
         interval.effective_tokens += figures.valid_tokens
         interval.flops += flops
 
-    def _log(
-        self, pending: _Pending, loss: float | None, smoothed: float | None, several_ranks: bool
-    ) -> None:
+    def _log(self, pending: _Pending, loss: float | None, smoothed: float | None, wait_known: bool) -> None:
         interval, self._interval = self._interval, _Interval()
         hooks_s, self._hooks_s = self._hooks_s, 0.0
         metrics = self._metrics(pending, interval, loss, smoothed)
         metrics["time/hooks_s"] = hooks_s / interval.steps
-        if several_ranks:
+        if wait_known:
             metrics["time/comm_exposed_s"] = interval.exposed_s / interval.steps
         counters, tags = pending.counters, tuple(interval.tags)
         if self._writer is not None:

@@ -88,7 +88,7 @@ LAYOUTS = {
         4,
         (f"{PP}=2", f"{ZERO}=3", "parallelism.pipeline_schedule=interleaved_zero_bubble"),
     ),
-    "tp2-pp2-hsdp": (
+    "tp2-pp2-zero3": (
         8,
         (f"{TP}=2", f"{PP}=2", f"{ZERO}=3", 'parallelism.pipeline_model_parallel_layout="3,1"'),
     ),
@@ -101,8 +101,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> dic
     return train(Tiny(tmp_path_factory.mktemp("single"), tiny_corpus), 1, ())
 
 
-SHORT = {"dp2", "tp2-sp", "pp2", "zero3", "tp2-pp2-hsdp"}
-"""Each technique once, and all together; the other layouts take minutes."""
+SHORT = {"dp2", "tp2-sp", "pp2", "zero1", "hsdp", "tp2-pp2-zero3"}
+"""Each kind of parallelism, ZeRO 1, ZeRO 3 as HSDP, and three kinds together; the other layouts take minutes."""
 
 
 @pytest.mark.parametrize(

@@ -31,20 +31,21 @@ def gradient_sync(
     blocks: Sequence[nn.Module] = (),
     stages: Sequence[tuple[nn.Module, Sequence[nn.Module]]] = (),
     forward_methods: Sequence[str] = ("loss_sum",),
-    reshard_after_forward: bool = True,
 ) -> GradientSync:
     """Data parallelism of a ZeRO stage over ``dp``, sharded over ``dp_shard``, for ``module`` with its weights in it.
 
-    Where a single rank would hold all shards (``dp_shard`` of size 1) there is nothing to shard, and every stage is
-    stage 0.
+    With one data-parallel rank there is nothing to share, and every stage is stage 0.
 
     Args:
         zero_stage: 0 to 3.
         placements: of the parameters over the other dimensions of the mesh; whole where absent.
         bucket_size_mb: MB (1e6 bytes), stages 0 to 2; 0: all gradients in one bucket, reduced after backward.
-        blocks, stages, forward_methods, reshard_after_forward: stage 3, see :class:`FullySharded`.
+        blocks, stages, forward_methods: stage 3, see :class:`FullySharded`.
     """
     placements = placements or {}
+    assert zero_stage == 0 or mesh.size("dp_shard") > 1 or mesh.size("dp") == 1, (
+        "rule hybrid-shards-are-shared was not checked"
+    )
     if zero_stage in (2, 3) and mesh.size("dp_shard") > 1:
         if zero_stage == 3:
             return FullySharded(
@@ -55,7 +56,6 @@ def gradient_sync(
                 traffic,
                 stages=stages,
                 forward_methods=forward_methods,
-                reshard_after_forward=reshard_after_forward,
                 reduce_each_micro_batch=reduce_each_micro_batch,
             )
         return ReduceScatteredGradients(

@@ -81,9 +81,7 @@ class FullySharded:
         *,
         stages: Sequence[tuple[nn.Module, Sequence[nn.Module]]] = (),
         forward_methods: Sequence[str] = ("loss_sum",),
-        reshard_after_forward: bool = True,
         reduce_each_micro_batch: bool = False,
-        prefetch: int = 0,
     ) -> None:
         """
         Args:
@@ -91,14 +89,11 @@ class FullySharded:
             blocks: submodules that are units of their own, in the order of use.
             placements: of its parameters over the other dimensions (tensor parallelism ...); whole where absent.
             stages: where a pipeline schedule runs parts of the module instead of the module: each part with the blocks
-                in it. They share submodules with it, and no parameter with each other.
+                in it. They share submodules with it, and no parameter with each other. Under a zero-bubble schedule
+                the pipeline keeps them gathered during a step.
             forward_methods: methods besides ``forward`` by which the module is entered. No two of them may call each
                 other.
-            reshard_after_forward: drop a block's parameters after forward and gather them again for backward. Must be
-                off under zero-bubble schedules, whose backward in two halves would read freed memory.
             reduce_each_micro_batch: gradients travel with each micro-batch, so that whole ones never outlive it.
-            prefetch: blocks ahead whose gather is begun early. Without effect on a CPU, where each gather is waited
-                for at once.
         """
         assert mesh.size("dp_shard") > 1, "there is nothing to shard"
         named = [
@@ -123,15 +118,13 @@ class FullySharded:
                 "ends are on one rank"
             )
             for block in inner:
-                fully_shard(block, mesh=device_mesh, reshard_after_forward=reshard_after_forward)
+                fully_shard(block, mesh=device_mesh, reshard_after_forward=True)
             fully_shard(root, mesh=device_mesh, reshard_after_forward=False)
             assert isinstance(root, FSDPModule)
             self._roots.append(root)
             for unit in root.modules():
                 if isinstance(unit, FSDPModule):
                     self._set_up(unit, hybrid=mesh.size("dp_replicate") > 1)
-            if prefetch:
-                _prefetch([block for block in inner if isinstance(block, FSDPModule)], prefetch)
         if not stages:
             for method in forward_methods:
                 register_fsdp_forward_method(module, method)
@@ -217,12 +210,6 @@ def _cut_by_rows(whole: Placement, parameter: Tensor, mesh: Mesh) -> Placement:
     first, count = rows_of_part(parameter.shape[0], mesh.index("dp_shard"), mesh.size("dp_shard"))
     cut = Shard("dp_shard", 0, whole.slices()[0].start + first, count)
     return whole.cut(cut).replicated_over("dp_replicate")
-
-
-def _prefetch(units: list[FSDPModule], ahead: int) -> None:
-    for number, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + ahead])
-        unit.set_modules_to_backward_prefetch(units[max(0, number - ahead) : number][::-1])
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -7,13 +7,12 @@ import torch
 
 from drivetrain.config import RunConfig
 from drivetrain.config.layout import stage_plan
-from drivetrain.config.stages import ZERO_BUBBLE
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimisations.implementation import Building
 from drivetrain.engine.parallel.data_parallel import gradient_sync
 from drivetrain.engine.parallel.gradient_sync import GradientSync
 from drivetrain.engine.parallel.mesh import Mesh
-from drivetrain.engine.parallel.pipeline import Pipeline
+from drivetrain.engine.parallel.pipeline import Pipeline, decoder_of_rank
 from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.tensor_parallel import tensor_parallel
 from drivetrain.engine.parallel.traffic import Traffic
@@ -29,13 +28,11 @@ class LocalModel:
         decoder: its parameters have the names of the whole model's.
         pipeline: runs the passes of a step where the layers are spread over ranks; None: the decoder does.
         sync: sums gradients over data-parallel ranks; knows what is held where.
-        traffic: what this rank has handed to collectives, of every kind of parallelism.
     """
 
     decoder: Decoder
     pipeline: Pipeline | None
     sync: GradientSync
-    traffic: Traffic
 
 
 def build_local_model(config: RunConfig, mesh: Mesh, device: torch.device, building: Building) -> LocalModel:
@@ -47,12 +44,13 @@ def build_local_model(config: RunConfig, mesh: Mesh, device: torch.device, build
         building: the choices of the optimisations: compute dtype and bucket size.
     """
     parallelism, traffic = config.parallelism, Traffic()
-    with torch.device("meta"):
-        decoder = Decoder(config.model, building.compute_dtype)
     plan = stage_plan(config) if mesh.size("pp") > 1 else None
     if plan is not None:
-        place, (first, last) = mesh.index("pp"), plan.ranks_of_ends
-        decoder.keep_part(plan.layers_on(place), first=place == first, last=place == last)
+        meta = torch.device("meta")
+        decoder = decoder_of_rank(config.model, building.compute_dtype, plan, mesh.index("pp"), meta)
+    else:
+        with torch.device("meta"):
+            decoder = Decoder(config.model, building.compute_dtype)
     placements: Mapping[str, Placement] = tensor_parallel(
         decoder, mesh, parallelism.sequence_parallel, traffic
     )
@@ -70,13 +68,14 @@ def build_local_model(config: RunConfig, mesh: Mesh, device: torch.device, build
         traffic,
         zero_stage=parallelism.zero_stage,
         placements=placements,
-        bucket_size_mb=building.bucket_size_mb or 0.0,
+        # In a pipeline buckets hide nothing, but they still bound the memory of what is being reduced.
+        bucket_size_mb=(
+            config.overlap.bucket_size_mb if pipeline is not None else building.bucket_size_mb or 0.0
+        ),
         reduce_each_micro_batch=parallelism.reduce_each_micro_batch,
         blocks=list(decoder.blocks.values()),
         stages=[(part, list(part.blocks.values())) for part in pipeline.modules]
         if pipeline is not None
         else [],
-        # Zero-bubble schedules come back to a stage's parameters for the gradients of its weights.
-        reshard_after_forward=pipeline is None or parallelism.pipeline_schedule not in ZERO_BUBBLE,
     )
-    return LocalModel(decoder, pipeline, sync, traffic)
+    return LocalModel(decoder, pipeline, sync)

@@ -57,7 +57,7 @@ from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.errors import DataError
 
-__all__ = ["Pipeline", "StageModule", "decoder_of_rank", "payload_bytes"]
+__all__ = ["CountedStage", "Pipeline", "StageModule", "decoder_of_rank", "payload_bytes"]
 
 _TIED = "embedding.weight"
 
@@ -143,7 +143,7 @@ class StageModule(nn.Module):
         return self._loss_of(x_TD, batch) if self.is_last else x_TD
 
 
-class _CountedStage(PipelineStage):
+class CountedStage(PipelineStage):
     """Torch's stage, whose messages are counted."""
 
     def __init__(self, traffic: Traffic, *arguments: Any, **settings: Any) -> None:
@@ -202,7 +202,10 @@ class Pipeline:
         plan: which layers lie where.
         modules: this rank's stages, in model order; ``fully_shard`` and ``compile`` work on them as on any module.
         traffic: what this rank has handed to collectives.
+        stage_type: what torch's schedules run; of other type where the neighbours are not there.
     """
+
+    stage_type: type[CountedStage] = CountedStage
 
     def __init__(
         self,
@@ -322,7 +325,7 @@ class Pipeline:
         )
         loss = torch.empty((), dtype=self._loss_dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
-            _CountedStage(
+            self.stage_type(
                 self.traffic,
                 module,
                 module.stage,

@@ -35,13 +35,20 @@ class LocalModel:
     sync: GradientSync
 
 
-def build_local_model(config: RunConfig, mesh: Mesh, device: torch.device, building: Building) -> LocalModel:
+def build_local_model(
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    building: Building,
+    pipeline_type: type[Pipeline] = Pipeline,
+) -> LocalModel:
     """Build it, uninitialised. Collective over all ranks; no rank allocates more than its part.
 
     Layers are dealt out first, then matrices are cut, and what is left is shared over data-parallel ranks.
 
     Args:
         building: the choices of the optimisations: compute dtype and bucket size.
+        pipeline_type: of another type where this rank is alone (a dry run).
     """
     parallelism, traffic = config.parallelism, Traffic()
     plan = stage_plan(config) if mesh.size("pp") > 1 else None
@@ -58,7 +65,7 @@ def build_local_model(config: RunConfig, mesh: Mesh, device: torch.device, build
     pipeline = None
     if plan is not None:
         shards = mesh.size("tp") if parallelism.sequence_parallel else 1
-        pipeline = Pipeline(
+        pipeline = pipeline_type(
             decoder, plan, parallelism.pipeline_schedule, mesh, device, traffic, sequence_shards=shards
         )
         placements = pipeline.placements(placements)

@@ -52,6 +52,13 @@ def train(
         str | None,
         typer.Option("--parent", metavar="RUN", help="The run that this one is a change of; it is recorded."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run named run.name in run.runs_dir; where there is none yet, start it.",
+        ),
+    ] = False,
     max_restarts: Annotated[
         int,
         typer.Option(
@@ -82,6 +89,7 @@ def train(
             dry=dry_run,
             overfit=overfit_batch,
             as_json=json,
+            resume=resume,
             max_restarts=max_restarts,
             beginning=Beginning(probe=probe, perturb_ulp=perturb_ulp, parent=parent),
         )

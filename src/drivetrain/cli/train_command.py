@@ -17,6 +17,7 @@ from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.evidence import with_evidence
 from drivetrain.cli.output import show_document
+from drivetrain.cli.resume import finished_summary, refuse_beside_resume, run_of_this_name
 from drivetrain.config import (
     LaunchFacts,
     LoadedConfig,
@@ -41,14 +42,18 @@ class Beginning:
     perturb_ulp: int | None = None
     parent: str | None = None
 
-    def refuse_without_a_new_run(self, what: str | None) -> None:
-        """Raise DrivetrainError where one is given and ``what`` (an option, a run to continue) starts no new run."""
-        given = {
+    @property
+    def given(self) -> dict[str, bool]:
+        """Which of them are."""
+        return {
             "--probe": self.probe,
             "--perturb-ulp": self.perturb_ulp is not None,
             "--parent": self.parent is not None,
         }
-        name = next((name for name, is_given in given.items() if is_given), None)
+
+    def refuse_without_a_new_run(self, what: str | None) -> None:
+        """Raise DrivetrainError where one is given and ``what`` (an option, a run to continue) starts no new run."""
+        name = next((name for name, is_given in self.given.items() if is_given), None)
         if what is None or name is None:
             return
         if what.startswith("--"):
@@ -81,6 +86,7 @@ def run_train(
     overfit: bool,
     as_json: bool,
     beginning: Beginning = Beginning(),
+    resume: bool = False,
     max_restarts: int = 0,
 ) -> int:
     """The verb; returns the exit code."""
@@ -93,6 +99,8 @@ def run_train(
     )
     without_run = "--dry-run" if dry else "--overfit-batch" if overfit else None
     beginning.refuse_without_a_new_run(without_run)
+    if resume:
+        refuse_beside_resume(source, {without_run or "": without_run is not None, **beginning.given})
     if max_restarts and without_run is not None:
         raise DrivetrainError(
             f"--max-restarts watches over a run, and {without_run} makes none; give one of them"
@@ -102,13 +110,17 @@ def run_train(
             raise DrivetrainError(
                 "--max-restarts under torchrun: torchrun restarts the processes by itself; give it to torchrun"
             )
-        return _as_one_rank(source, overrides, as_json, beginning)
+        return _as_one_rank(source, overrides, as_json, beginning, resume)
     run = _run_to_continue(source, overrides)
     if run is not None:
         beginning.refuse_without_a_new_run(source)
     loaded = (
         LoadedConfig(run.config(), source, run.name) if run is not None else load_config(source, overrides)
     )
+    if resume:
+        run = run_of_this_name(loaded)
+        if run is not None and (code := _nothing_left(run.path, as_json)) is not None:
+            return code
     world_size = num_processes or _former_size(run) or least_processes(loaded.config)
     if overfit:
         return _overfit(loaded, world_size, as_json)
@@ -256,7 +268,18 @@ def new_run(loaded: LoadedConfig, world_size: int, beginning: Beginning = Beginn
     return create_run(loaded, corpus, world_size=world_size, argv=sys.argv, origin=origin)
 
 
-def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool, beginning: Beginning) -> int:
+def _nothing_left(path: Path, as_json: bool) -> int | None:
+    """The exit code, and what its end said, where the run has finished already; else None."""
+    summary = finished_summary(path)
+    if summary is None:
+        return None
+    print(f"nothing is left to do: {path} is finished", file=sys.stderr)
+    return _report(summary, as_json) if summary else 0
+
+
+def _as_one_rank(
+    source: str, overrides: Sequence[str], as_json: bool, beginning: Beginning, resume: bool
+) -> int:
     """Under torchrun every process comes here; rank 0 makes the run unless the launcher has."""
     from drivetrain.engine.launch import started_by_launcher
     from drivetrain.engine.parallel.process_group import Ranks
@@ -276,7 +299,14 @@ def _as_one_rank(source: str, overrides: Sequence[str], as_json: bool, beginning
     else:
         loaded = load_config(source, overrides)
         refuse_broken_rules(loaded, ranks.world_size)
-        path = agree_on_run(ranks, lambda: new_run(loaded, ranks.world_size, beginning))
+
+        def found_or_made() -> Path:
+            found = run_of_this_name(loaded) if resume else None
+            return found.path if found is not None else new_run(loaded, ranks.world_size, beginning)
+
+        path = agree_on_run(ranks, found_or_made)
+        if resume and finished_summary(path) is not None:
+            return (_nothing_left(path, as_json) or 0) if ranks.rank == 0 else 0
     began = time.time()
     with StopRequest() as stop:
         if started_by_launcher():

@@ -59,6 +59,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("field", CASES)
+    "monitor.check_weight_hash_across_dp_replicas_interval": (
+        ["monitor.check_weight_hash_across_dp_replicas_interval=10"],
+        [
+            "monitor.check_weight_hash_across_dp_replicas_interval=10",
+            "parallelism.tensor_model_parallel_size=2",
+        ],
+    ),
 def test_a_value_without_effect_is_named_and_one_with_effect_is_not(field: str) -> None:
     idle, at_work = CASES[field]
     (found,) = idle_fields(load_config("llama-2m", idle).config)
@@ -157,3 +164,31 @@ def test_every_condition_is_of_fields_there_are_and_each_has_a_case() -> None:
     for condition in _CONDITIONS:
         assert set(condition.fields) <= leaves().keys()
         assert set(condition.fields) & CASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "held_twice"),
+    [
+        (2, [], True),
+        (2, ["parallelism.zero_stage=2"], True),
+        (2, ["parallelism.zero_stage=3"], False),
+        (2, ["parallelism.zero_stage=3", "parallelism.hybrid_shard_size=2"], False),
+        (4, ["parallelism.zero_stage=3", "parallelism.hybrid_shard_size=2"], True),
+        (4, ["parallelism.zero_stage=3", "parallelism.tensor_model_parallel_size=2"], True),
+        (2, ["parallelism.pipeline_model_parallel_size=2"], True),
+        (
+            2,
+            ["parallelism.pipeline_model_parallel_size=2", "model.untie_embeddings_and_output_weights=true"],
+            False,
+        ),
+        (2, ["parallelism.pipeline_model_parallel_size=2", "parallelism.pipeline_schedule=zbv"], False),
+    ],
+)
+def test_comparing_weights_is_idle_exactly_where_no_two_ranks_hold_the_same(
+    world_size: int, layout: list[str], held_twice: bool
+) -> None:
+    overrides = ["monitor.check_weight_hash_across_dp_replicas_interval=10", "training.micro_batch_size=1"]
+    config = load_config("llama-2m", [*overrides, *layout]).config
+    assert violations(config, LaunchFacts(world_size)) == []
+    found = [idle.field for idle in idle_fields(config, LaunchFacts(world_size))]
+    assert ("monitor.check_weight_hash_across_dp_replicas_interval" in found) != held_twice

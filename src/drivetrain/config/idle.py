@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from drivetrain.config.derive import data_parallel_size
+from drivetrain.config.layout import stage_plan
 from drivetrain.config.leaves import leaf_values, leaves
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.config.schema import RunConfig
+from drivetrain.errors import ConfigurationError
 
 __all__ = ["Idle", "idle_fields"]
 
@@ -44,6 +46,30 @@ def _reduces_once_anyway(config: RunConfig, facts: LaunchFacts) -> bool:
     return (
         config.training.global_batch_size == per_pass and config.parallelism.pipeline_model_parallel_size == 1
     )
+
+
+def _weights_are_held_once(config: RunConfig, facts: LaunchFacts) -> bool:
+    """No two ranks hold the same. (Norms are whole on every tensor-parallel rank.)"""
+    parallelism = config.parallelism
+    ranks = data_parallel_size(config, facts.world_size)
+    replicas = ranks > 1 and not (
+        parallelism.zero_stage == 3 and parallelism.hybrid_shard_size in (None, ranks)
+    )
+    return not (replicas or _tied_at_two_ends(config) or parallelism.tensor_model_parallel_size > 1)
+
+
+def _tied_at_two_ends(config: RunConfig) -> bool:
+    """Two ranks of a pipeline hold the embedding."""
+    if (
+        config.parallelism.pipeline_model_parallel_size == 1
+        or config.model.untie_embeddings_and_output_weights
+    ):
+        return False
+    try:
+        first, last = stage_plan(config).ranks_of_ends
+    except ConfigurationError:  # stages that do not fit are a rule's affair
+        return True
+    return first != last
 
 
 def _section(name: str, *without: str) -> tuple[str, ...]:
@@ -141,6 +167,11 @@ _CONDITIONS = (
         ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes", "parallelism.rank_order"),
         lambda _, facts: facts.world_size == 1,
         "one process has nobody to communicate with",
+    ),
+    _Condition(
+        ("monitor.check_weight_hash_across_dp_replicas_interval",),
+        _weights_are_held_once,
+        "no two ranks hold the same weights",
     ),
 )
 

@@ -40,6 +40,7 @@ from drivetrain.engine.perturbation import perturb_weights
 from drivetrain.engine.preflight import require_countable_step
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.random_state import restore_random_state, seed_everything
+from drivetrain.engine.weight_hash import ReplicaCheck
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import Stepper
 from drivetrain.engine.training_run import Logbook, TrainingRun
@@ -128,6 +129,11 @@ def assemble(
         resumed=checkpoint is not None,
         logbook=logbook,
         probed=origin.probe,
+        replica_check=(
+            ReplicaCheck(agreement_over(group))
+            if group.size > 1 and config.monitor.check_weight_hash_across_dp_replicas_interval
+            else None
+        ),
     )
 
 

@@ -35,15 +35,18 @@ class Outcome:
 
 
 def train(run: TrainingRun, stop: StopRequest) -> Outcome:
-    """Train until the last step, a request to stop, or a loss that is not finite."""
+    """Train until the last step, a request to stop, a loss that is not finite, or weights that differ where they are
+    held twice."""
     config, progress, recorder = run.config, run.progress, run.recorder
     last_step = config.training.train_iters
     validation: Evaluation | None = None
     saved_at = progress.step if run.resumed else None
+    compared_every = config.monitor.check_weight_hash_across_dp_replicas_interval
+    differing = run.compare_replicas(progress) if compared_every else None
 
     run.probe_leak()
     with _collect_garbage_at_chosen_steps(), run.train_batches() as batches, ProfileWindow(run) as window:
-        while progress.step < last_step:
+        while progress.step < last_step and differing is None:
             run.logbook.heartbeat(progress.step, "train")
             window.before_step(progress.step + 1)
             graphs = graphs_compiled()
@@ -72,6 +75,11 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
             recorder.close_step()
             run.note_finished_save()
 
+            if due(compared_every, progress.step):
+                # Before a checkpoint would keep one rank's version of them.
+                differing = run.compare_replicas(progress)
+                if differing is not None:
+                    break
             saves = due(config.checkpoint.save_interval, progress.step)
             if saves:
                 recorder.flush(progress)
@@ -87,6 +95,9 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
                 break
         recorder.flush(progress)
 
+    if differing is not None:
+        run.finish_saving()
+        return Outcome("diverged", differing, validation)
     if recorder.diverged_at is not None:
         run.finish_saving()
         # The weights hold non-finite numbers by now: nothing worth saving, the last checkpoint is older.

@@ -7,6 +7,7 @@ costs no synchronisation. Everything a run measures about itself passes through 
 import math
 import resource
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -59,6 +60,7 @@ class _Interval:
     tokens: int = 0
     effective_tokens: int = 0
     flops: int = 0
+    communicated: Counter[str] = field(default_factory=Counter)
     tags: dict[str, None] = field(default_factory=dict)
 
 
@@ -89,6 +91,12 @@ class Recorder:
         self._pending: _Pending | None = None
         self._interval = _Interval()
         self._hooks_s = 0.0
+        self._steps = 0
+        self._communicated: Counter[str] = Counter()
+
+    def communicated_per_step(self, dimension: str) -> float:
+        """Bytes that this rank handed to the collectives of ``dimension`` in a step: the mean of what was recorded."""
+        return self._communicated[dimension] / self._steps if self._steps else 0.0
 
     def submit(self, figures: StepFigures, progress: Progress, tags: Sequence[str]) -> None:
         """Hand in the step that was just issued; the one before is recorded now."""
@@ -168,6 +176,9 @@ class Recorder:
         interval.tokens += figures.tokens
         interval.effective_tokens += figures.valid_tokens
         interval.flops += flops
+        interval.communicated.update(figures.communicated)
+        self._steps += 1
+        self._communicated.update(figures.communicated)
 
     def _log(self, pending: _Pending, loss: float | None, smoothed: float | None, wait_known: bool) -> None:
         interval, self._interval = self._interval, _Interval()
@@ -176,11 +187,17 @@ class Recorder:
         metrics["time/hooks_s"] = hooks_s / interval.steps
         if wait_known:
             metrics["time/comm_exposed_s"] = interval.exposed_s / interval.steps
+        communicated = {
+            f"comm/{dimension}_bytes": total / interval.steps
+            for dimension, total in interval.communicated.items()
+        }
+        metrics |= communicated
         counters, tags = pending.counters, tuple(interval.tags)
         if self._writer is not None:
             self._writer.log_metrics(counters.step, metrics, tags)
         if self.rank_log is not None:
-            self.rank_log.log(counters.step, _own_times(metrics, waits=self._group.size > 1))
+            own_times = _own_times(metrics, waits=self._group.size > 1)
+            self.rank_log.log(counters.step, {**own_times, **communicated})
         if self._console is not None:
             self._console.step(
                 StepInfo(

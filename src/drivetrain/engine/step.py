@@ -4,8 +4,8 @@ Nothing here reads a device value on the host; losses and norms stay tensors unt
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import record_function
@@ -37,6 +37,7 @@ class StepFigures:
         data_wait_s: host seconds this rank waited for its batches.
         started: the device's clock at the start of the step.
         exposed_wait: marks around the wait for gradients; None where there is none, or it is not known.
+        communicated: bytes that this rank handed to the collectives of each dimension of the mesh during the step.
     """
 
     loss_sum: torch.Tensor
@@ -50,6 +51,7 @@ class StepFigures:
     data_wait_s: float
     started: Mark
     exposed_wait: tuple[Mark, Mark] | None
+    communicated: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Stepper:
                 yet.
         """
         started = mark(self.device)
+        # Evaluations and probes between steps are counted, too.
+        before_step = self.sync.traffic.bytes_by_group()
         with record_function("drivetrain/fetch"):
             before = time.perf_counter()
             micro_batches = [next(batches) for _ in range(self.num_microbatches)]
@@ -121,6 +125,10 @@ class Stepper:
             data_wait_s=data_wait_s,
             started=started,
             exposed_wait=self._exposed_wait(),
+            communicated={
+                group: total - before_step.get(group, 0)
+                for group, total in self.sync.traffic.bytes_by_group().items()
+            },
         )
 
     def _exposed_wait(self) -> tuple[Mark, Mark] | None:

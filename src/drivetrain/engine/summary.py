@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from drivetrain.config.layout import DIMENSIONS
 from drivetrain.engine.devices import PeakAnswer
 from drivetrain.engine.loop import Outcome
 from drivetrain.engine.recorder import peak_memory_bytes
@@ -52,6 +53,7 @@ def summarise(
         "step_time_s": dataclasses.asdict(figures.step_time_s),
         "data_wait_frac": figures.data_wait_frac,
         "communication_exposed_frac": figures.communication_exposed_frac,
+        "communication_bytes_per_step": _communicated(run),
         "peak_memory_bytes": int(run.group.maximum(peak_memory_bytes(run.device.torch_device))),
         "mfu_rule": {
             "flops_rule": figures.flops_rule,
@@ -59,6 +61,11 @@ def summarise(
             "peak_source": figures.peak_source,
             "window": figures.window,
         },
+        "communication_rule": (
+            "payload that a rank hands to the collectives of each dimension in a step: the mean of this segment's "
+            "steps, the largest of any rank"
+        ),
+        "weight_hash": _weight_hash(run),
         "memory_rule": (
             "largest allocated tensor bytes of any rank"
             if run.device.type == "cuda"
@@ -72,3 +79,20 @@ def summarise(
         "findings": [*figures.findings, *run.optimisations.findings()],
         "reasons": reasons,
     }
+
+
+def _communicated(run: TrainingRun) -> dict[str, float]:
+    """By dimension of the mesh, those left out over which nothing travels. Collective."""
+    several = [dimension for dimension in DIMENSIONS if run.mesh.size(dimension) > 1]
+    largest = {
+        dimension: run.group.maximum(run.recorder.communicated_per_step(dimension)) for dimension in several
+    }
+    return {dimension: value for dimension, value in largest.items() if value}
+
+
+def _weight_hash(run: TrainingRun) -> dict[str, Any] | None:
+    """What the comparisons of replicas have looked at in this segment; None where none was asked for, or possible."""
+    check = run.replica_check
+    if check is None:
+        return None
+    return {"checks": check.checks, "tensors_compared": check.shared, "agreed_at": check.agreed_at}

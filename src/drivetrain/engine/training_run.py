@@ -27,6 +27,7 @@ from drivetrain.engine.probe import losses_of_places, measure_leak, write_gradie
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import StepFigures, Stepper
+from drivetrain.engine.weight_hash import ReplicaCheck
 from drivetrain.measure.flops import model_flops
 from drivetrain.measure.optimisation import OptimisationRecord
 from drivetrain.monitor import Console
@@ -70,6 +71,7 @@ class TrainingRun:
     Attributes:
         path: the run directory.
         probed: started with ``--probe``: its first step leaves what the gate compares.
+        replica_check: compares weights that several ranks hold; None: there is one rank, or nobody asked.
     """
 
     path: Path
@@ -88,6 +90,7 @@ class TrainingRun:
     resumed: bool
     logbook: Logbook
     probed: bool = False
+    replica_check: ReplicaCheck | None = None
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -227,6 +230,25 @@ class TrainingRun:
                 f"makes {loader.num_steps:,}, which were evaluated"
             )
         return result
+
+    def compare_replicas(self, progress: Progress) -> str | None:
+        """Compare the weights that several ranks hold alike; where they differ, what and where, on every rank. None:
+        they agree, or nobody is there to compare with. The time counts as maintenance. Collective."""
+        check = self.replica_check
+        if check is None:
+            return None
+        with self._maintenance("weight_hash"):
+            differing = check.compare(progress.step, self.stepper.sync.parameters())
+        if not differing:
+            return None
+        self.logbook.event(
+            "alarm",
+            what="weight_hash",
+            step=progress.step,
+            agreed_at=check.agreed_at,
+            tensors=[{"name": one.name, "ranks": one.holders} for one in differing],
+        )
+        return check.in_words(progress.step, differing)
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint, or begin to; events tell of those that are whole. The time counts as maintenance."""

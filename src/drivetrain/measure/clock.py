@@ -29,7 +29,15 @@ __all__ = [
 
 STEP_TAGS = ("warmup", "compile", "checkpoint", "evaluation", "profile", "gc", "memory_count")
 """Tags that take a step out of the steady state."""
-MAINTENANCE_KINDS = ("checkpoint", "evaluation", "profile", "compile", "memory_count", "setup")
+MAINTENANCE_KINDS = (
+    "checkpoint",
+    "evaluation",
+    "profile",
+    "compile",
+    "memory_count",
+    "weight_hash",
+    "setup",
+)
 """What the time between steps may be spent on."""
 _STEADY_FIGURES = (
     "tokens_per_second",

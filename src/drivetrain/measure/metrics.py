@@ -76,6 +76,17 @@ _ALL = (
            "Wall time of one evaluation on held-out text."),
     Metric("time/checkpoint_s", "s", "max", "lower",
            "Wall time for which training stood still for one checkpoint."),
+    *(Metric(f"comm/{dimension}_bytes", "byte", "max", "lower",
+             f"Payload that a rank hands to the collectives of {ranks} in one step; in metrics.jsonl that of rank 0. "
+             "Absent where there are none.")
+      for dimension, ranks in (
+          ("tp", "its tensor-parallel group"),
+          ("cp", "its context-parallel group"),
+          ("pp", "its pipeline"),
+          ("dp", "all data-parallel ranks"),
+          ("dp_shard", "the data-parallel ranks that share one set of shards"),
+          ("dp_replicate", "the data-parallel ranks that hold the same shards"),
+      )),
     Metric("memory/allocated_peak_bytes", "byte", "max", "lower",
            "Largest sum of live tensor bytes; on a CPU counted in an untimed step."),
     Metric("memory/reserved_peak_bytes", "byte", "max", "lower",

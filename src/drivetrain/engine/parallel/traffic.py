@@ -46,6 +46,13 @@ class Traffic:
             if name == group and kind in (None, what)
         )
 
+    def bytes_by_group(self) -> dict[str, int]:
+        """Bytes handed to the collectives of each group so far."""
+        found: dict[str, int] = {}
+        for (group, _), count in self.counts.items():
+            found[group] = found.get(group, 0) + count.bytes
+        return found
+
     def take(self) -> Mapping[tuple[str, str], Count]:
         """What was counted since the last call; counting begins anew."""
         counts, self.counts = self.counts, {}

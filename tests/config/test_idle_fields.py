@@ -31,6 +31,10 @@ CASES = {
         ["model.init_method_std=0.1", "checkpoint.initial_load_path=folder"],
         ["model.init_method_std=0.1"],
     ),
+    "checkpoint.initial_load_model_only": (
+        ["checkpoint.initial_load_model_only=false"],
+        ["checkpoint.initial_load_model_only=false", "checkpoint.initial_load_path=folder"],
+    ),
     "data.prefetch_factor": (
         ["data.prefetch_factor=4"],
         ["data.prefetch_factor=4", "data.num_workers=1"],

@@ -64,7 +64,20 @@ class Beginning:
         )
 
     def origin(self, config: RunConfig) -> RunOrigin:
-        """What the manifest keeps of it. Raises RunError where there is no such parent."""
+        """What the manifest keeps of it.
+
+        Raises:
+            DrivetrainError: there is no such parent, or the run begins after the step that is asked for.
+        """
+        loads = config.checkpoint
+        if loads.initial_load_path is not None and not loads.initial_load_model_only:
+            given = "--probe" if self.probe else "--perturb-ulp" if self.perturb_ulp is not None else None
+            if given is not None:
+                raise DrivetrainError(
+                    f"{given} belongs to the first step of a run, and this one goes on after a step of "
+                    f"{loads.initial_load_path}; drop {given}, or take the weights alone with "
+                    "checkpoint.initial_load_model_only=true"
+                )
         if self.parent is None:
             return RunOrigin(probe=self.probe, perturb_ulp=self.perturb_ulp)
         from drivetrain.archive.listing import resolve_run

@@ -103,6 +103,11 @@ _CONDITIONS = (
         "the weights come from checkpoint.initial_load_path",
     ),
     _Condition(
+        ("checkpoint.initial_load_model_only",),
+        lambda config, _: config.checkpoint.initial_load_path is None,
+        "checkpoint.initial_load_path is absent: nothing is loaded",
+    ),
+    _Condition(
         ("data.prefetch_factor",),
         lambda config, _: config.data.num_workers == 0,
         "data.num_workers = 0: nothing is prepared ahead",

@@ -20,7 +20,10 @@ class CheckpointConfig(Section):
     """Training goes on while a checkpoint is written: each rank copies its part to host memory, and a thread writes
     it. The next checkpoint, and the end of the run, wait for that."""
     initial_load_path: str | None = Field(default=None, min_length=1)
-    """A Hugging Face folder whose weights the run starts from. Absent: initialised from run.seed."""
+    """What the run starts from: the weights in a Hugging Face folder, or, with initial_load_model_only off, a
+    checkpoint (step-…) of a run of any layout. Absent: initialised from run.seed."""
+    initial_load_model_only: bool = True
+    """Take weights alone. Off: both moments, the step, the counters and the position in the data come along."""
 
 
 class MonitorConfig(Section):

@@ -24,15 +24,12 @@ from drivetrain.engine.checkpoint import (
 from drivetrain.engine.data.corpus import Corpus, ensure_corpus
 from drivetrain.engine.data.loader import BatchLoader
 from drivetrain.engine.devices import Device
+from drivetrain.engine.initial_state import former_state, initialize_weights, other_data
 from drivetrain.engine.memory.cuda import apply_cuda_limit
 from drivetrain.engine.memory.limit import count_step, unseen_with_compile
-from drivetrain.engine.model.decoder import Decoder
-from drivetrain.engine.model.huggingface import load_weights
-from drivetrain.engine.model.initialization import initial_value
 from drivetrain.engine.optimisations.implementation import Building
 from drivetrain.engine.optimisations.in_effect import Optimisations
 from drivetrain.engine.optimizer import build_optimizer, clip_gradients
-from drivetrain.engine.parallel.gradient_sync import GradientSync
 from drivetrain.engine.parallel.local_model import LocalModel, build_local_model
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup
@@ -60,7 +57,7 @@ def assemble(
     fingerprint: str,
     origin: RunOrigin = PLAIN,
 ) -> TrainingRun:
-    """Build everything on this rank; weights and state come from the newest sound checkpoint, if any.
+    """Build everything on this rank; weights and state come from the run's newest sound checkpoint, if it has any.
 
     Raises:
         DrivetrainError: corpus, weights or checkpoints that do not fit; OutOfMemory.
@@ -80,12 +77,15 @@ def assemble(
     layout = {**{dim: mesh.size(dim) for dim in ORDER}, "order": config.parallelism.rank_order}
     state = held_state(sync, optimizer)
     checkpoint = _restore(run_path / "checkpoints", group, config.model, state, layout, logbook)
-    if checkpoint is None and config.checkpoint.initial_load_path is not None:
-        _load_initial_weights(sync, config)
+    resumed, former = checkpoint is not None, former_state(config)
+    if checkpoint is None and former is not None:
+        checkpoint = _load(former, group, config.model, state, layout, logbook)
+        if group.is_main and (other := other_data(former, fingerprint)) is not None:
+            logbook.warn(other)
     elif checkpoint is None:
-        _initialize(sync, config)
-    if checkpoint is None and origin.perturb_ulp is not None:
-        perturb_weights(sync.parameters(), origin.perturb_ulp, building.compute_dtype)
+        initialize_weights(sync, config)
+        if origin.perturb_ulp is not None:
+            perturb_weights(sync.parameters(), origin.perturb_ulp, building.compute_dtype)
     optimisations.prepare("model")
     _enforce_memory_limit(optimisations, corpus, local, optimizer, group, mesh, logbook)
     if checkpoint is not None and checkpoint.random_state is not None:
@@ -126,7 +126,7 @@ def assemble(
             timeout_s=60 * config.parallelism.distributed_timeout_minutes,
         ),
         progress=Progress() if checkpoint is None else Progress.from_dict(checkpoint.trainer_state),
-        resumed=checkpoint is not None,
+        resumed=resumed,
         logbook=logbook,
         probed=origin.probe,
         replica_check=(
@@ -135,25 +135,6 @@ def assemble(
             else None
         ),
     )
-
-
-def _initialize(sync: GradientSync, config: RunConfig) -> None:
-    """Each rank takes its part out of the values that a single process would start from."""
-    with torch.no_grad():
-        for name, held in sync.parameters().items():
-            whole = initial_value(config.model, name, held.placement.full_shape, config.run.seed)
-            held.tensor.copy_(whole[held.placement.slices()])
-
-
-def _load_initial_weights(sync: GradientSync, config: RunConfig) -> None:
-    """Each rank takes its part out of the weights of a Hugging Face folder, which it reads whole, on the host."""
-    assert config.checkpoint.initial_load_path is not None
-    whole = Decoder(config.model, torch.float32)
-    load_weights(Path(config.checkpoint.initial_load_path), whole)
-    values = dict(whole.named_parameters())
-    with torch.no_grad():
-        for name, held in sync.parameters().items():
-            held.tensor.copy_(values[name][held.placement.slices()])
 
 
 def _require_same_corpus(corpus: Corpus, fingerprint: str) -> None:
@@ -199,11 +180,23 @@ def _restore(
     name = group.broadcast_text(found.name if found is not None else "")
     if not name:
         return None
-    checkpoint = load_checkpoint(folder / name, model, state, agreement=agreement_over(group), layout=layout)
-    logbook.say(f"continuing from checkpoint {name}")
+    return _load(folder / name, group, model, state, layout, logbook)
+
+
+def _load(
+    path: Path,
+    group: ProcessGroup,
+    model: ModelConfig,
+    state: HeldState,
+    layout: Mapping[str, object],
+    logbook: Logbook,
+) -> LoadedCheckpoint:
+    """Load ``path``, and say where its random numbers end."""
+    checkpoint = load_checkpoint(path, model, state, agreement=agreement_over(group), layout=layout)
+    logbook.say(f"continuing from checkpoint {path.name}")
     if checkpoint.random_state is None:
         logbook.warn(
-            f"{name} was saved by {checkpoint.world_size} ranks and is continued by {group.size}"
+            f"{path.name} was saved by {checkpoint.world_size} ranks and is continued by {group.size}"
             f"{' in another layout' if checkpoint.world_size == group.size else ''}: what the ranks draw at random "
             "begins anew here"
         )

@@ -1,20 +1,18 @@
 """What can be known to go wrong before a run exists: tried by the launcher, so that nothing is left behind."""
 
-from pathlib import Path
-
 import numpy as np
 
 from drivetrain.config import LaunchFacts, RunConfig, data_seed, violations
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.sequences import Sequences
-from drivetrain.engine.model.huggingface import require_same_model
+from drivetrain.engine.initial_state import require_usable_start
 from drivetrain.errors import ConfigurationError
 
 __all__ = ["require_countable_step", "require_usable_inputs"]
 
 
 def require_usable_inputs(config: RunConfig, corpus: Corpus) -> None:
-    """Each split gives a sample, the transform takes one, the initial weights are of this model.
+    """Each split gives a sample, the transform takes one, what the run starts from is there and of this model.
 
     Held-out text is needed only after the last step, maybe days later: it is looked at now.
 
@@ -25,8 +23,7 @@ def require_usable_inputs(config: RunConfig, corpus: Corpus) -> None:
     Sequences(corpus, config.data, "train", seq_length, seed).batch(np.zeros(1, dtype=np.int64))
     if config.training.eval_iters:
         Sequences(corpus, config.data, "validation", seq_length, seed)
-    if config.checkpoint.initial_load_path is not None:
-        require_same_model(Path(config.checkpoint.initial_load_path), config.model)
+    require_usable_start(config)
 
 
 def require_countable_step(config: RunConfig, world_size: int, device_type: str) -> None:

@@ -11,7 +11,12 @@ that is the loop's.
 from drivetrain.engine.checkpoint.agreement import ALONE, Agreement, agreement_over
 from drivetrain.engine.checkpoint.folder import find_latest, remove_leftovers, set_aside
 from drivetrain.engine.checkpoint.held_state import HeldState, held_state, whole_state
-from drivetrain.engine.checkpoint.load import LoadedCheckpoint, load_checkpoint, load_model
+from drivetrain.engine.checkpoint.load import (
+    LoadedCheckpoint,
+    checked_checkpoint,
+    load_checkpoint,
+    load_model,
+)
 from drivetrain.engine.checkpoint.manifest import damage
 from drivetrain.engine.checkpoint.save import save_checkpoint
 from drivetrain.engine.checkpoint.saver import CheckpointSaver, Saved
@@ -24,6 +29,7 @@ __all__ = [
     "LoadedCheckpoint",
     "Saved",
     "agreement_over",
+    "checked_checkpoint",
     "damage",
     "find_latest",
     "held_state",

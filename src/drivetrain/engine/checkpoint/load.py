@@ -33,7 +33,7 @@ from drivetrain.engine.optimizer import STATE_KEYS
 from drivetrain.engine.parallel.gradient_sync import Held
 from drivetrain.errors import CheckpointError
 
-__all__ = ["LoadedCheckpoint", "load_checkpoint", "load_model"]
+__all__ = ["LoadedCheckpoint", "checked_checkpoint", "load_checkpoint", "load_model"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,19 @@ def load_checkpoint(
         world_size=document["world_size"],
         random_state=random_state,
     )
+
+
+def checked_checkpoint(path: Path, model: ModelConfig) -> LoadedCheckpoint:
+    """What ``path`` holds besides tensors, which are compared with ``model`` by name and shape; none is read.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or one of another model.
+    """
+    with ExitStack() as stack:
+        state = _read_state(path)
+        _weights(stack, path, state, model, {})
+        _optimizer(stack, path, model, {})
+    return LoadedCheckpoint(state["step"], state["trainer"], state["world_size"], None)
 
 
 def load_model(path: Path, decoder: Decoder) -> None:

@@ -59,10 +59,6 @@ CASES = {
     "parallelism.hybrid_shard_size": (["parallelism.hybrid_shard_size=1"], []),
     "parallelism.reduce_each_micro_batch": (["parallelism.reduce_each_micro_batch=true"], []),
     "parallelism.zero_stage": (["parallelism.zero_stage=1"], []),
-}
-
-
-@pytest.mark.parametrize("field", CASES)
     "monitor.check_weight_hash_across_dp_replicas_interval": (
         ["monitor.check_weight_hash_across_dp_replicas_interval=10"],
         [
@@ -70,6 +66,10 @@ CASES = {
             "parallelism.tensor_model_parallel_size=2",
         ],
     ),
+}
+
+
+@pytest.mark.parametrize("field", CASES)
 def test_a_value_without_effect_is_named_and_one_with_effect_is_not(field: str) -> None:
     idle, at_work = CASES[field]
     (found,) = idle_fields(load_config("llama-2m", idle).config)

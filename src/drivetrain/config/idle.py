@@ -169,14 +169,14 @@ _CONDITIONS = (
         _ALONE,
     ),
     _Condition(
-        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes", "parallelism.rank_order"),
-        lambda _, facts: facts.world_size == 1,
-        "one process has nobody to communicate with",
-    ),
-    _Condition(
         ("monitor.check_weight_hash_across_dp_replicas_interval",),
         _weights_are_held_once,
         "no two ranks hold the same weights",
+    ),
+    _Condition(
+        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes", "parallelism.rank_order"),
+        lambda _, facts: facts.world_size == 1,
+        "one process has nobody to communicate with",
     ),
 )
 

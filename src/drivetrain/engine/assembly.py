@@ -37,10 +37,10 @@ from drivetrain.engine.perturbation import perturb_weights
 from drivetrain.engine.preflight import require_countable_step
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.random_state import restore_random_state, seed_everything
-from drivetrain.engine.weight_hash import ReplicaCheck
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import Stepper
 from drivetrain.engine.training_run import Logbook, TrainingRun
+from drivetrain.engine.weight_hash import ReplicaCheck
 from drivetrain.errors import CheckpointError, DataError
 from drivetrain.measure.peaks import Peak
 

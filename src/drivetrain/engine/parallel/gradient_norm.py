@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.engine.optimizer import clip_coefficient, scale_gradients
+from drivetrain.engine.optimizer import clip_coefficient, scale_gradients, total_norm
 from drivetrain.engine.parallel.gradient_sync import Held
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement
@@ -51,11 +51,11 @@ def norm_of_held(gradients: Mapping[str, Held], mesh: Mesh, traffic: Traffic) ->
     """
     dims = dimensions_of_norm({name: held.placement for name, held in gradients.items()}, mesh)
     if not dims:
-        return torch.nn.utils.get_total_norm([held.tensor for held in gradients.values()])
+        return total_norm([held.tensor for held in gradients.values()])
     counted = [held.tensor for held in gradients.values() if counts_here(held.placement, mesh, dims)]
     any_tensor = next(iter(gradients.values())).tensor
     total = (
-        torch.stack(torch._foreach_norm(counted)).square().sum()
+        total_norm(counted).square()
         if counted
         else torch.zeros((), dtype=any_tensor.dtype, device=any_tensor.device)
     )

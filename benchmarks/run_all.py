@@ -26,6 +26,9 @@ SCRIPTS: dict[str, list[str]] = {
     "gate_power": [],
     "trial_aa": [],
     "parallel": [],
+    "layout_curves": [],
+    "kill_ranks": [],
+    "resume_layouts": [],
 }
 
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from drivetrain.engine.parallel.fully_sharded import FullySharded
-from drivetrain.engine.parallel.gradient_sync import GradientSync
+from drivetrain.engine.parallel.gradient_sync import GradientSync, kept_buffers
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.engine.parallel.zero import AllReducedGradients, ReduceScatteredGradients
+from drivetrain.errors import ConfigurationError
 
 __all__ = ["gradient_sync"]
 
@@ -41,7 +42,16 @@ def gradient_sync(
         placements: of the parameters over the other dimensions of the mesh; whole where absent.
         bucket_size_mb: MB (1e6 bytes), stages 0 to 2; 0: all gradients in one bucket, reduced after backward.
         blocks, stages, forward_methods: stage 3, see :class:`FullySharded`.
+
+    Raises:
+        ConfigurationError: the module has state besides parameters, which nothing would keep equal over the ranks.
     """
+    kept = kept_buffers(module)
+    if kept:
+        raise ConfigurationError(
+            f"buffer {kept[0]} ({len(kept)} in all) changes on each rank by itself and would be saved; register what "
+            "never changes with persistent=False, and replace what does (a batch norm by a norm without statistics)"
+        )
     placements = placements or {}
     assert zero_stage == 0 or mesh.size("dp_shard") > 1 or mesh.size("dp") == 1, (
         "rule hybrid-shards-are-shared was not checked"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain.engine.parallel.buckets import rows_of_part
 from drivetrain.engine.parallel.flat_collectives import all_gather_flat, reduce_scatter_flat
-from drivetrain.engine.parallel.gradient_sync import Held
+from drivetrain.engine.parallel.gradient_sync import Held, kept_buffers
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement, Shard
 from drivetrain.engine.parallel.traffic import Traffic
@@ -99,7 +99,7 @@ class FullySharded:
         named = [
             (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
         ]
-        assert not list(module.buffers()), "buffers are not kept equal over the ranks"
+        assert not kept_buffers(module), "buffers are not kept equal over the ranks"
         self.traffic = traffic
         self._module = module
         self._names = [name for name, _ in named]

@@ -16,7 +16,7 @@ from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.engine.timing import Mark
 
-__all__ = ["GradientSync", "Held"]
+__all__ = ["GradientSync", "Held", "kept_buffers"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Held:
 
     tensor: Tensor
     placement: Placement
+
+
+def kept_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers that a checkpoint would keep. Others are tables, which every rank makes alike."""
+    return sorted(module.state_dict().keys() & dict(module.named_buffers()).keys())
 
 
 class GradientSync(Protocol):

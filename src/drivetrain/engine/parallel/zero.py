@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine.parallel.buckets import buckets_of
 from drivetrain.engine.parallel.flat_collectives import CountedGroup
-from drivetrain.engine.parallel.gradient_sync import Held
+from drivetrain.engine.parallel.gradient_sync import Held, kept_buffers
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.sharded_update import ShardedUpdate
@@ -54,7 +54,7 @@ class _Bucketed(ABC):
         """
         named = [(name, value) for name, value in module.named_parameters() if value.requires_grad]
         assert len({parameter.dtype for _, parameter in named}) == 1, "parameters of several dtypes"
-        assert not list(module.buffers()), "buffers are not kept equal over the ranks"
+        assert not kept_buffers(module), "buffers are not kept equal over the ranks"
         self.traffic = traffic
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]

@@ -20,6 +20,7 @@ VERBS = (
     "data",
     "check",
     "train",
+    "launch",
     "profile",
     "account",
     "diagnose",

@@ -102,10 +102,10 @@ class Slurm:
             **variables,
         }
 
-    def signal_tasks(self) -> None:
-        """SIGTERM to every process of every task, and to nothing else: a preemption with a grace period."""
+    def signal_tasks(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """To every process of every task, and to nothing else. SIGTERM: a preemption with a grace period."""
         for task in (self.folder / "tasks").read_text().split():
-            os.killpg(int(task), signal.SIGTERM)
+            os.killpg(int(task), number)
 
     def requeued(self) -> list[str]:
         """Jobs that ``scontrol requeue`` was called for."""

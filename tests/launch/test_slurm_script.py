@@ -285,6 +285,22 @@ def test_a_node_that_has_saved_does_not_end_one_that_is_still_at_it(batch_of: Ca
     assert batch.slurm.requeued() == ["1234"]
 
 
+def test_a_job_that_is_killed_while_it_saves_near_the_limit_is_started_again(
+    batch_of: Callable[..., Batch],
+) -> None:
+    batch = batch_of(WAITS)
+    process = batch.start(FAKE_SAVING="60")
+    batch.wait_for_agents()
+    os.kill(process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 60
+    while not (batch.slurm.folder / "scancel").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    batch.slurm.signal_tasks(signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert batch.slurm.requeued() == ["1234"], errors
+
+
 def test_a_preempted_job_is_started_again(batch_of: Callable[..., Batch]) -> None:
     batch = batch_of(WAITS)
     process = batch.start()

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from drivetrain.errors import DrivetrainError
+
 __all__ = ["register"]
 
 
@@ -69,6 +71,24 @@ def train(
             help="With several processes: when one dies, start all again from the last checkpoint, up to N times.",
         ),
     ] = 0,
+    compare_single: Annotated[
+        bool,
+        typer.Option(
+            "--compare-single",
+            help="Train the first steps on several processes and on one, which must hold the whole model, and say "
+            "whether both train the same.",
+        ),
+    ] = False,
+    compare_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--compare-steps",
+            min=1,
+            max=1000,
+            metavar="K",
+            help="With --compare-single: how many. Default: 3.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Train a language model.
@@ -79,6 +99,29 @@ def train(
 
     Example: drivetrain train llama-2m training.train_iters=100 --json
     """
+    if compare_single:
+        from drivetrain.cli.compare_single import run_compare_single
+
+        raise typer.Exit(
+            run_compare_single(
+                config,
+                overrides or [],
+                num_processes=nproc,
+                steps=compare_steps,
+                as_json=json,
+                beside={
+                    "--dry-run": dry_run,
+                    "--overfit-batch": overfit_batch,
+                    "--probe": probe,
+                    "--perturb-ulp": perturb_ulp is not None,
+                    "--parent": parent is not None,
+                    "--resume": resume,
+                    "--max-restarts": max_restarts > 0,
+                },
+            )
+        )
+    if compare_steps is not None:
+        raise DrivetrainError("--compare-steps belongs to --compare-single; add that, or drop it")
     from drivetrain.cli.train_command import Beginning, run_train
 
     raise typer.Exit(

@@ -15,7 +15,7 @@ from drivetrain.config import RunConfig, data_seed
 from drivetrain.errors import RunError
 from drivetrain.tune.gate import End, Evidence, Leak, Point
 
-__all__ = ["ENVIRONMENT_OF_LEAF", "read_evidence", "read_gradients"]
+__all__ = ["ENVIRONMENT_OF_LEAF", "epsilon_of", "read_evidence", "read_gradients"]
 
 _EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10, "fp8": 2.0**-3}
 """Distance from 1 to the next number of the compute dtype (fp8: e4m3)."""
@@ -64,12 +64,17 @@ def read_evidence(run: Run, *, changed: Collection[str] = ()) -> Evidence:
         seed=config.run.seed,
         data_seed=data_seed(config),
         deterministic=config.run.deterministic,
-        epsilon=_EPSILON[config.precision.params_dtype],
+        epsilon=epsilon_of(config),
         leak=_leak(run.path / "probe" / "leak.json"),
         gradients=(lambda: read_gradients(gradients)) if gradients.is_file() else None,
         held_out=None if held_out is None else held_out.get("loss"),
         held_out_tokens=None if held_out is None else held_out.get("tokens"),
     )
+
+
+def epsilon_of(config: RunConfig) -> float:
+    """Distance from 1 to the next number of the compute dtype."""
+    return _EPSILON[config.precision.params_dtype]
 
 
 def _number(value: float | None) -> float:

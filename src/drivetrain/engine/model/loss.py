@@ -1,4 +1,10 @@
-"""Output projection and cross-entropy together, so that logits never exist in fp32 all at once."""
+"""Output projection and cross-entropy together, so that logits never exist in fp32 all at once.
+
+Backward is two matrix products, and each is a node of autograd's graph by itself. A pass that asks for the gradient of
+the hidden states alone, as the first of the two of a zero-bubble pipeline does, then computes one of them, and the pass
+that asks for the weight's the other. Inside one node both would be computed both times: ``ctx.needs_input_grad``
+says what forward knew, whatever a pass asks for (torch 2.13).
+"""
 
 from typing import Any
 
@@ -7,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["LOGITS_PER_CHUNK", "LOGITS_PER_CHUNK_ELSEWHERE", "OutputHead", "linear_cross_entropy_sum"]
+__all__ = [
+    "LOGITS_PER_CHUNK",
+    "LOGITS_PER_CHUNK_ELSEWHERE",
+    "OutputHead",
+    "linear_cross_entropy_sum",
+    "product_gradients",
+]
 
 LOGITS_PER_CHUNK = {"cpu": 1 << 19}
 """Logits held in fp32 at once. On a CPU 2 MB: they stay in a core's cache, and malloc reuses them without
@@ -40,9 +52,32 @@ def linear_cross_entropy_sum(
     """
     needs_gradient = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
     loss: Tensor = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, weight_VD, labels_T, mask_T, needs_gradient
+        *product_gradients(hidden_TD, weight_VD),
+        hidden_TD.detach(),
+        weight_VD.detach(),
+        labels_T,
+        mask_T,
+        needs_gradient,
     )
     return loss
+
+
+def product_gradients(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The backward of ``hidden @ weight.T``, for a Function that computes the product itself.
+
+    Returns:
+        What the Function takes besides the operands, which it takes detached: logits (T, V) and their factor, a scalar,
+        for the hidden states, and once more for the weight. They hold no memory and mean nothing. Its backward returns
+        to each of the four what they stand for: the gradient of the logits is their product, the factor is multiplied
+        in after the matrix product.
+    """
+    hidden: tuple[Tensor, Tensor] = _HiddenGradient.apply(  # type: ignore[no-untyped-call]
+        hidden_TD, weight_VD.detach()
+    )
+    weight: tuple[Tensor, Tensor] = _WeightGradient.apply(  # type: ignore[no-untyped-call]
+        weight_VD, hidden_TD.detach()
+    )
+    return *hidden, *weight
 
 
 class OutputHead:
@@ -79,12 +114,52 @@ def _chunk_gradient(probabilities_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor
     return probabilities_CV.mul_(mask_C1)
 
 
+def _stand_ins(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (hidden_TD.shape[0], weight_VD.shape[0])
+    return hidden_TD.new_empty_strided(shape, (0, 0)), hidden_TD.new_empty(())
+
+
+class _HiddenGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(weight_VD)
+        return _stand_ins(hidden_TD, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TV: Tensor, factor: Tensor) -> tuple[Tensor, None]:
+        (weight_VD,) = ctx.saved_tensors
+        return (gradient_TV @ weight_VD) * factor, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden_TD)
+        return _stand_ins(hidden_TD, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TV: Tensor, factor: Tensor) -> tuple[Tensor, None]:
+        (hidden_TD,) = ctx.saved_tensors
+        return (gradient_TV.t() @ hidden_TD) * factor, None
+
+
 class _LinearCrossEntropySum(torch.autograd.Function):
-    """The gradient of the logits is known in forward already; backward only multiplies it."""
+    """The gradient of the logits is known in forward already; backward only passes it on."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor, needs_gradient: bool
+        ctx: Any,
+        _logits_for_hidden_TV: Tensor,
+        _factor_for_hidden: Tensor,
+        _logits_for_weight_TV: Tensor,
+        _factor_for_weight: Tensor,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        mask_T: Tensor,
+        needs_gradient: bool,
     ) -> Tensor:
         logits_TV = F.linear(hidden_TD, weight_VD)
         per_chunk = LOGITS_PER_CHUNK.get(logits_TV.device.type, LOGITS_PER_CHUNK_ELSEWHERE)
@@ -102,12 +177,12 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 # Nobody else sees these logits: their memory holds their gradient from here on.
                 logits_CV.copy_(_chunk_gradient(probabilities_CV, labels_C1, mask_C1))
         if needs_gradient:
-            ctx.save_for_backward(hidden_TD, weight_VD, logits_TV)
+            ctx.save_for_backward(logits_TV)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden_TD, weight_VD, gradient_TV = ctx.saved_tensors
-        scale = loss_gradient.to(gradient_TV.dtype)
-        return (gradient_TV @ weight_VD) * scale, (gradient_TV.t() @ hidden_TD) * scale, None, None, None
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_TV,) = ctx.saved_tensors
+        factor = loss_gradient.to(gradient_TV.dtype)
+        return gradient_TV, factor, gradient_TV, factor, None, None, None, None, None

@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from drivetrain.engine.model.loss import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ELSEWHERE, OutputHead
+from drivetrain.engine.model.loss import (
+    LOGITS_PER_CHUNK,
+    LOGITS_PER_CHUNK_ELSEWHERE,
+    OutputHead,
+    product_gradients,
+)
 from drivetrain.engine.parallel.collectives import Group, joined, scattered, summed
 
 __all__ = ["VocabularyParallelEmbedding", "VocabularyParallelHead"]
@@ -58,7 +63,14 @@ class VocabularyParallelHead(OutputHead):
         """As :func:`drivetrain.engine.model.loss.linear_cross_entropy_sum`, with labels of the whole vocabulary."""
         needs_gradient = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
         loss: Tensor = _VocabularyParallelCrossEntropySum.apply(  # type: ignore[no-untyped-call]
-            hidden_TD, weight_VD, labels_T, mask_T, self.offset, self.group, needs_gradient
+            *product_gradients(hidden_TD, weight_VD),
+            hidden_TD.detach(),
+            weight_VD.detach(),
+            labels_T,
+            mask_T,
+            self.offset,
+            self.group,
+            needs_gradient,
         )
         return loss
 
@@ -80,6 +92,10 @@ class _VocabularyParallelCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        _logits_for_hidden_TV: Tensor,
+        _factor_for_hidden: Tensor,
+        _logits_for_weight_TV: Tensor,
+        _factor_for_weight: Tensor,
         hidden_TD: Tensor,
         weight_VD: Tensor,
         labels_T: Tensor,
@@ -118,13 +134,12 @@ class _VocabularyParallelCrossEntropySum(torch.autograd.Function):
                 probabilities_CV.scatter_add_(1, own_T[chunk, None], -held_C1)
                 # Nobody else sees these logits: their memory holds their gradient from here on.
                 logits_TV[chunk] = probabilities_CV.mul_(mask_T[chunk, None])
-            ctx.save_for_backward(hidden_TD, weight_VD, logits_TV)
+            ctx.save_for_backward(logits_TV)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, gradient_TV = ctx.saved_tensors
-        scale = loss_gradient.to(gradient_TV.dtype)
-        hidden_gradient_TD = (gradient_TV @ weight_VD) * scale
-        return hidden_gradient_TD, (gradient_TV.t() @ hidden_TD) * scale, None, None, None, None, None
+        (gradient_TV,) = ctx.saved_tensors
+        factor = loss_gradient.to(gradient_TV.dtype)
+        return gradient_TV, factor, gradient_TV, factor, *[None] * 7

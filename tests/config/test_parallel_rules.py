@@ -107,7 +107,7 @@ EXAMPLES: dict[str, tuple[int, list[str], str, tuple[int, list[str]]]] = {
         "the end of the step alone; use reduce_each_micro_batch = false, or pipeline_model_parallel_size = 1",
         (2, ["parallelism.reduce_each_micro_batch=true"]),
     ),
-    "zbv-gathers-no-tied-embedding": (
+    "v-shape-gathers-no-tied-embedding": (
         4,
         [f"{PP}=2", f"{ZERO}=3", f"{SCHEDULE}=zbv"],
         f"{ZERO}: with zbv one rank has both ends of the model, and their common embedding cannot be gathered for each "
@@ -165,6 +165,22 @@ def test_a_right_layout_passes(rule: str) -> None:
 )
 def test_stages_that_do_not_come_out_are_refused(overrides: list[str], message: str) -> None:
     assert message in broken(4, overrides)["pipeline-stages-hold-the-layers"]
+
+
+def test_dualpipev_needs_a_micro_batch_for_each_of_its_stages() -> None:
+    few = [f"{PP}=2", f"{SCHEDULE}=dualpipev", "training.global_batch_size=6"]
+    assert broken(4, few) == {
+        "pipeline-micro-batches": "training.global_batch_size: it makes 3 micro-batches a step, and dualpipev on 2 "
+        "ranks cannot run that many; nearest legal values: 8 (4 micro-batches)"
+    }
+    assert broken(2, few) == {}
+
+
+def test_with_dualpipev_too_one_rank_has_both_ends_of_a_tied_embedding() -> None:
+    tied = [f"{PP}=2", f"{ZERO}=3", f"{SCHEDULE}=dualpipev"]
+    (message,) = broken(4, tied).values()
+    assert message.startswith(f"{ZERO}: with dualpipev one rank has both ends of the model")
+    assert broken(4, [*tied, "model.untie_embeddings_and_output_weights=true"]) == {}
 
 
 def test_one_process_is_no_layout_of_several() -> None:

@@ -137,6 +137,31 @@ def test_bf16_without_units_for_it_is_in_effect_and_said_to_be_emulated(
     assert finding.startswith("precision.params_dtype = bf16 is in effect, but the processor has none of")
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "told"),
+    [
+        (("pipeline_model_parallel_size=2", "pipeline_schedule=zbv"), "leave the schedule zbv none"),
+        (
+            ("pipeline_model_parallel_size=2", "pipeline_schedule=dualpipev"),
+            "leave the schedule dualpipev none",
+        ),
+        (("pipeline_model_parallel_size=2", "pipeline_schedule=1f1b"), None),
+        (("pipeline_schedule=zbv",), None),
+    ],
+)
+def test_compiled_blocks_leave_a_zero_bubble_schedule_nothing_to_fill_bubbles_with_and_say_so(
+    pipeline: tuple[str, ...], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiles = SimpleNamespace(available=True, reason=None)
+    monkeypatch.setattr("drivetrain.engine.optimisations.compile.capability", lambda *_: compiles)
+    building = building_of(
+        "fusion.compile=true", *(f"parallelism.{field}" for field in pipeline), num_ranks=2
+    )
+    record = record_of(prepared(building), "compile")
+    assert record.active
+    assert record.reason is None if told is None else told in str(finding_of(record))
+
+
 def test_a_bucket_for_one_process_is_a_finding_only_where_somebody_asked_for_it() -> None:
     default = prepared(building_of("overlap.bucket_size_mb=25"))
     record = record_of(default, "ddp_bucket")

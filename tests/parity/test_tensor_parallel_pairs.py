@@ -38,6 +38,7 @@ PIPELINES: dict[Schedule, ModelConfig] = {
     "interleaved_1f1b": cases.gpt(4),
     "interleaved_zero_bubble": cases.llama(4, qk_norm=True, num_query_groups=1),
     "zbv": cases.gpt(4),
+    "dualpipev": cases.llama(4, qk_norm=True),
 }
 
 

@@ -77,6 +77,12 @@ CASES = {
         for stage in (0, 2, 3)
         for schedule in ("interleaved_zero_bubble", "zbv")
     },
+    **{
+        f"pp2-dp2-zero{stage}-dualpipev": Case(
+            stage, pp=2, schedule="dualpipev", model=UNTIED if stage == 3 else llama(4), micro_batches=4
+        )
+        for stage in (0, 1, 2, 3)
+    },
     **{f"tp2-pp2-dp2-zero{stage}": Case(stage, tp=2, pp=2) for stage in (1, 2, 3)},
     "tp2-sp-pp2-dp2-zero3-interleaved": Case(
         3, tp=2, pp=2, sequence_parallel=True, schedule="interleaved_1f1b"
@@ -177,6 +183,7 @@ def test_a_layout_trains_as_one_process(name: str) -> None:
         assert rank["norms"][0] == pytest.approx(norm, rel=1e-12)
 
 
-def test_a_tied_embedding_with_both_ends_on_one_rank_is_refused_at_stage_three() -> None:
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_a_tied_embedding_with_both_ends_on_one_rank_is_refused_at_stage_three(schedule: Schedule) -> None:
     with pytest.raises(AssertionError, match="two stages of this rank share a parameter"):
-        on_ranks(train, 4, Case(3, pp=2, schedule="zbv"))
+        on_ranks(train, 4, Case(3, pp=2, schedule=schedule))

@@ -18,7 +18,9 @@ class ParallelismConfig(Section):
     """Tensor-parallel ranks also share norms, dropout and residual stream: each holds a part of the tokens there."""
     pipeline_model_parallel_size: Count = Field(default=1, ge=1, le=1024)
     """Ranks, or sets of tensor-parallel ranks, that hold consecutive layers and pass micro-batches on."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    pipeline_schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"
+    ] = "1f1b"
     """Order of forward and backward passes on a pipeline's ranks."""
     virtual_pipeline_model_parallel_size: Count | None = Field(default=None, ge=1, le=1024)
     """Stages on each rank of a pipeline. Absent: 2 where the schedule needs several, else 1."""

@@ -10,7 +10,7 @@ from drivetrain.config.layout import is_order, model_ranks, stage_plan
 from drivetrain.config.nearest_values import around, closest, divisors
 from drivetrain.config.rules import LaunchFacts, Rule
 from drivetrain.config.schema import RunConfig
-from drivetrain.config.stages import legal_micro_batches, nearest_micro_batches
+from drivetrain.config.stages import V_SHAPED, legal_micro_batches, nearest_micro_batches
 from drivetrain.errors import ConfigurationError
 
 __all__ = ["PARALLEL_RULES"]
@@ -187,12 +187,13 @@ def _one_rank_ends_share_no_shards(config: RunConfig, facts: LaunchFacts) -> str
     parallelism = config.parallelism
     if not _layout_fits(config, facts) or data_parallel_size(config, facts.world_size) == 1:
         return None
-    in_a_v = parallelism.pipeline_model_parallel_size > 1 and parallelism.pipeline_schedule == "zbv"
+    schedule = parallelism.pipeline_schedule
+    in_a_v = parallelism.pipeline_model_parallel_size > 1 and schedule in V_SHAPED
     if parallelism.zero_stage < 3 or not in_a_v or config.model.untie_embeddings_and_output_weights:
         return None
     return (
-        "with zbv one rank has both ends of the model, and their common embedding cannot be gathered for each stage by "
-        "itself; the nearest legal value is 2; or use another pipeline_schedule, or "
+        f"with {schedule} one rank has both ends of the model, and their common embedding cannot be gathered for each "
+        "stage by itself; the nearest legal value is 2; or use another pipeline_schedule, or "
         "model.untie_embeddings_and_output_weights = true"
     )
 
@@ -274,8 +275,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "pipeline-micro-batches",
         ("training.global_batch_size", "training.micro_batch_size", "parallelism.pipeline_schedule", _PP),
         _micro_batches_fit_the_schedule,
-        "In a pipeline, the micro-batches of a step are at least as many as its ranks (gpipe: any number), and with an "
-        "interleaved schedule they make rounds of equal length.",
+        "In a pipeline, the micro-batches of a step are at least as many as its ranks (gpipe: any number; dualpipev: "
+        "twice as many), and with an interleaved schedule they make rounds of equal length.",
     ),
     Rule(
         "hybrid-shards-divide-ranks",
@@ -296,7 +297,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "In a pipeline with several data-parallel ranks, gradients are reduced once a step.",
     ),
     Rule(
-        "zbv-gathers-no-tied-embedding",
+        "v-shape-gathers-no-tied-embedding",
         (
             "parallelism.zero_stage",
             "parallelism.pipeline_schedule",
@@ -304,7 +305,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
             _PP,
         ),
         _one_rank_ends_share_no_shards,
-        "With pipeline_schedule = zbv, a tied embedding and several data-parallel ranks, zero_stage is at most 2.",
+        "With pipeline_schedule = zbv or dualpipev, a tied embedding and several data-parallel ranks, zero_stage is at "
+        "most 2.",
     ),
     Rule(
         "memory-limit-counts-whole-ranks",

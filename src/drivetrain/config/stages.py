@@ -2,7 +2,8 @@
 
 A stage is a run of neighbouring layers. With one stage a rank, stage s lies on rank s. With several (virtual stages)
 they are dealt out in turn, stage s on rank s mod P, or along a V: down the ranks and up again, so that the first rank
-holds the first stage and the last. (Narayanan et al., arXiv:2104.04473; Qi et al., arXiv:2401.10241.)
+holds the first stage and the last. (Narayanan et al., arXiv:2104.04473; Qi et al., arXiv:2401.10241; DualPipeV is half
+of the DualPipe of DeepSeek-AI, arXiv:2412.19437, which holds every stage twice.)
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Literal, get_args
 from drivetrain.errors import ConfigurationError
 
 __all__ = [
+    "V_SHAPED",
     "ZERO_BUBBLE",
     "Schedule",
     "StagePlan",
@@ -24,10 +26,14 @@ __all__ = [
     "stages_per_rank",
 ]
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
-ZERO_BUBBLE = frozenset({"interleaved_zero_bubble", "zbv"})
-"""Schedules that compute the gradients of weights apart from those of activations."""
+ZERO_BUBBLE = frozenset({"interleaved_zero_bubble", "zbv", "dualpipev"})
+"""Schedules that compute the gradients of weights apart from those of activations (dualpipev at both ends of a step
+alone)."""
+
+V_SHAPED = frozenset({"zbv", "dualpipev"})
+"""Schedules whose stages lie along a V, two on each rank."""
 
 _INTERLEAVED = frozenset({"interleaved_1f1b", "interleaved_zero_bubble"})
 
@@ -106,7 +112,7 @@ def stages_per_rank(schedule: Schedule, virtual: int | None) -> int:
                 f"{field} = {virtual}: {schedule} needs several stages on each rank; the nearest legal value is 2"
             )
         return virtual or 2
-    legal = 2 if schedule == "zbv" else 1
+    legal = 2 if schedule in V_SHAPED else 1
     if virtual not in (None, legal):
         raise ConfigurationError(
             f"{field} = {virtual}: {schedule} has {legal} on each rank; leave the field out, or set it to {legal}"
@@ -168,16 +174,16 @@ def plan_stages(
         problems.append(f"{field} = {given!r}: only the first and the last stage may be without a layer")
     if problems:
         raise ConfigurationError(*problems)
-    return StagePlan(tuple(layers_per_stage), pp, v_shaped=schedule == "zbv")
+    return StagePlan(tuple(layers_per_stage), pp, v_shaped=schedule in V_SHAPED)
 
 
 def legal_micro_batches(schedule: Schedule, pp: int, num_microbatches: int) -> bool:
     """Whether ``schedule`` can run that many.
 
-    GPipe runs any number. The others need at least one for each rank. The interleaved ones go in M // P rounds, and
-    the rounds must be equally long.
+    GPipe runs any number. The others need at least one for each rank, and DualPipeV one for each of its 2 P stages.
+    The interleaved ones go in M // P rounds, and the rounds must be equally long.
     """
-    if num_microbatches < (1 if schedule == "gpipe" else pp):
+    if num_microbatches < {"gpipe": 1, "dualpipev": 2 * pp}.get(schedule, pp):
         return False
     return schedule not in _INTERLEAVED or num_microbatches % (num_microbatches // pp) == 0
 

@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from drivetrain.config.stages import (
+    V_SHAPED,
     Schedule,
     check_micro_batches,
     layers_of_text,
@@ -27,6 +32,7 @@ TORCH: dict[Schedule, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
 
 
@@ -61,7 +67,7 @@ def test_every_layer_lies_on_one_rank_and_stages_differ_by_one_layer_at_most(
     assert sorted(name for rank in range(pp) for name in plan.layers_on(rank)) == sorted(names)
     assert max(plan.layers_per_stage) - min(plan.layers_per_stage) <= 1
     assert plan.layers_per_stage[-1] == min(plan.layers_per_stage)
-    style = "v" if schedule == "zbv" else "loop"
+    style = "v" if schedule in V_SHAPED else "loop"
     expected = generate_stage_to_rank_mapping(pp, stages, style)
     assert {stage: plan.rank_of(stage) for stage in range(stages)} == expected
 
@@ -96,6 +102,8 @@ def test_a_number_of_micro_batches_that_a_schedule_cannot_run_is_refused_with_th
         check_micro_batches("interleaved_1f1b", 2, 5)
     with pytest.raises(ConfigurationError, match=r"3 micro-batches .* nearest legal number is 4$"):
         check_micro_batches("1f1b", 4, 3)
+    with pytest.raises(ConfigurationError, match=r"7 micro-batches .* nearest legal number is 8$"):
+        check_micro_batches("dualpipev", 4, 7)
     check_micro_batches("gpipe", 4, 1)
 
 
@@ -109,6 +117,7 @@ def test_a_number_of_micro_batches_that_a_schedule_cannot_run_is_refused_with_th
         ((8, 2, "1f1b", 2), "1f1b has 1 on each rank"),
         ((8, 2, "interleaved_1f1b", 1), "nearest legal value is 2"),
         ((8, 2, "zbv", 3), "zbv has 2 on each rank"),
+        ((8, 2, "dualpipev", 1), "dualpipev has 2 on each rank"),
     ],
 )
 def test_a_cut_that_does_not_come_out_is_refused(arguments: tuple[Any, ...], problem: str) -> None:

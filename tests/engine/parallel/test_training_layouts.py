@@ -73,6 +73,7 @@ LAYOUTS = {
     "tp2-sp": (2, (f"{TP}=2", "parallelism.sequence_parallel=true")),
     "pp2": (2, (f"{PP}=2",)),
     "pp2-zbv": (2, (f"{PP}=2", "parallelism.pipeline_schedule=zbv")),
+    "pp2-dualpipev": (2, (f"{PP}=2", "parallelism.pipeline_schedule=dualpipev")),
     "zero1": (2, (f"{ZERO}=1",)),
     "zero2": (2, (f"{ZERO}=2", "parallelism.reduce_each_micro_batch=true")),
     "zero3": (2, (f"{ZERO}=3",)),
@@ -126,8 +127,8 @@ def test_losses_are_those_of_one_process(layout: str, tiny: Tiny, expected: dict
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])
-def test_a_zero_bubble_schedule_takes_no_code_that_another_one_left_in_the_compiler_s_cache(
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble", "dualpipev"])
+def test_code_that_another_schedule_left_in_the_compiler_s_cache_gives_a_zero_bubble_one_no_wrong_gradients(
     schedule: str, tiny: Tiny, expected: dict[str, Any]
 ) -> None:
     common = (f"{PP}=2", "fusion.compile=true")

@@ -72,6 +72,7 @@ class Decoder(nn.Module):
         compute_dtype: dtype of activations and logits.
         blocks: the layers, ``"0"`` to ``str(num_layers - 1)``; those that are left after ``keep_part``.
         embedding, final_norm: None where ``keep_part`` has dropped them.
+        blocks_are_compiled: whether ``compile_blocks`` was called.
     """
 
     def __init__(self, model: ModelConfig, compute_dtype: torch.dtype) -> None:
@@ -90,6 +91,7 @@ class Decoder(nn.Module):
         self.output = Linear(width, model.vocab_size, bias=False) if untied else None
         self.after_embedding = Dropout(model.hidden_dropout)
         self.head = OutputHead()
+        self.blocks_are_compiled = False
         if compute_dtype == torch.float64:
             self.double()
 
@@ -180,6 +182,7 @@ class Decoder(nn.Module):
         options = {"cpp.enable_kernel_profile": True} if name_kernels else None
         for block in self.blocks.values():
             block.compile(backend=backend, options=options)
+        self.blocks_are_compiled = True
 
     def _normed(self, x_TD: Tensor) -> Tensor:
         assert self.final_norm is not None, "this part of the model has no output"

@@ -2,6 +2,8 @@
 
 import os
 
+from drivetrain.config import RunConfig
+from drivetrain.config.stages import ZERO_BUBBLE
 from drivetrain.engine.capabilities import capability
 from drivetrain.engine.compilation import frames_given_up, graphs_compiled
 from drivetrain.engine.optimisations.implementation import Building, Implementation, Status
@@ -21,19 +23,28 @@ def _prepare(building: Building) -> Status:
         return Status(active=False, reason=f"{compiler.reason}; the blocks run eagerly")
     assert building.decoder is not None
     building.decoder.compile_blocks(name_kernels=building.config.profiler.profile)
-    return Status(active=True)
+    return Status(active=True, reason=_no_half_backward(building.config))
 
 
-def _at_end(_building: Building) -> Status:
+def _no_half_backward(config: RunConfig) -> str | None:
+    """What a zero-bubble schedule loses, if there is one."""
+    schedule = config.parallelism.pipeline_schedule
+    if config.parallelism.pipeline_model_parallel_size == 1 or schedule not in ZERO_BUBBLE:
+        return None
+    return (
+        "compiled blocks compute the gradients of weights together with those of activations, and leave the schedule "
+        f"{schedule} none to fill its bubbles with"
+    )
+
+
+def _at_end(building: Building) -> Status:
     if graphs_compiled() == 0:
         return Status(active=False, reason="torch.compile has built no graph; every step ran eagerly")
+    reasons = [_no_half_backward(building.config)]
     given_up, tried = frames_given_up()
     if given_up:
-        return Status(
-            active=True,
-            reason=f"torch.compile gave up on {given_up} of {tried} pieces of code, which ran eagerly",
-        )
-    return Status(active=True)
+        reasons.append(f"torch.compile gave up on {given_up} of {tried} pieces of code, which ran eagerly")
+    return Status(active=True, reason="; ".join(filter(None, reasons)) or None)
 
 
 IMPLEMENTATION = Implementation(_prepare, stage="model", at_end=_at_end)

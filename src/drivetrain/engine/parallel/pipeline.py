@@ -14,8 +14,9 @@ Torch's ``torch.distributed.pipelining`` runs the schedules. What is added:
   ends are on one rank (a V) it is one parameter.
 
 The gradients of the weights are complete when ``run`` returns, and not before: a reduction over data-parallel ranks
-comes after it. Zero-bubble schedules add to ``.grad`` without calling the hooks of parameters, and go through the
-backward of a custom ``autograd.Function`` whole, once for activations and once for weights: the output layer's is one.
+comes after it. Zero-bubble schedules go through a stage's backward twice, for activations and for weights, and add to
+``.grad`` without calling the hooks of parameters. A node of autograd's graph runs whole both times, and compiled code
+is one: compiled stages get all gradients in the first pass, and no second one to compute them all again.
 
 Dropout masks come from the generator of the rank that holds the layer. They are another sample of the same
 distribution than one process would draw, and no two layers may share one: seed the ranks of a pipeline differently.
@@ -29,17 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FULL_BACKWARD,
-    REDUCE_GRAD,
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
 from drivetrain.config.model import ModelConfig
@@ -53,6 +45,7 @@ from drivetrain.config.stages import (
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder, Embedding
 from drivetrain.engine.parallel.mesh import Mesh
+from drivetrain.engine.parallel.pipeline_schedules import build_schedule, join_backward, leave_out_backward
 from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.errors import DataError
@@ -164,37 +157,6 @@ class CountedStage(PipelineStage):
         return sends
 
 
-def _leave_out_backward(schedule: Any) -> None:
-    """Make an evaluation of a schedule with several stages on a rank.
-
-    Torch skips their backward passes one by one but still hands gradients over between stages of one rank, which
-    there are none of, and fails (2.13, ZB-V). Receives of gradients are empty, and have to be taken off the list.
-    """
-
-    def skip(action: Any, context: Any) -> None:
-        context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)
-
-    for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD):
-        schedule.register_custom_function(kind, skip)
-
-
-def _let_compiled_backward_run_twice() -> None:
-    """For the whole process, and from here on: torch.compile must not let a backward overwrite what it has saved.
-
-    Zero-bubble schedules run it twice. It fails at the second time, unless the very first backward of that code was
-    one of theirs already. Turned off around a step only, torch would not notice code compiled outside of it.
-
-    Nor may code come from the compiler's caches on disk: their keys do not tell code that overwrites from code that
-    does not, and what an earlier run of another schedule left there gave wrong gradients without a word (torch 2.13).
-    """
-    from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
-
-    functorch.donated_buffer = False
-    functorch.enable_autograd_cache = False
-    inductor.fx_graph_cache = False
-
-
 class Pipeline:
     """Forward and backward of a step over the ranks of a pipeline.
 
@@ -223,8 +185,6 @@ class Pipeline:
         Args:
             decoder: what ``decoder_of_rank`` made of the model, its submodules already replaced by their
                 tensor-parallel forms.
-            schedule: a zero-bubble one changes how this process compiles from here on: build the pipeline before
-                compiled blocks run.
             sequence_shards: ranks over which the T tokens of a hidden state are spread (sequence parallelism).
         """
         group = mesh.group("pp")
@@ -241,13 +201,15 @@ class Pipeline:
         self._hidden_dtype = decoder.compute_dtype
         self._loss_dtype = torch.promote_types(decoder.compute_dtype, torch.float32)
         self._feed = _Feed()
-        if schedule in ZERO_BUBBLE:
-            _let_compiled_backward_run_twice()
+        self._decoder = decoder
         self._assert_whole_model(decoder)
         self.modules = [StageModule(decoder, plan, stage, self._feed) for stage in plan.stages_on(self._rank)]
         self._tied = self._tied_embedding(decoder)
-        # For training and for evaluation the latest one, with the number and the tokens of its micro-batches.
-        self._built: dict[bool, tuple[tuple[int, int], PipelineScheduleSingle | PipelineScheduleMulti]] = {}
+        # For training and for evaluation the latest one, with the number and the tokens of its micro-batches, and
+        # whether the blocks are compiled.
+        self._built: dict[
+            bool, tuple[tuple[int, int, bool], PipelineScheduleSingle | PipelineScheduleMulti]
+        ] = {}
         self._per_valid_token = 1.0
         self._loss_sum = torch.zeros((), dtype=self._loss_dtype, device=device)
 
@@ -308,13 +270,16 @@ class Pipeline:
                 )
         self._feed.batches = batches
         self._loss_sum = torch.zeros_like(self._loss_sum)
-        shape = (len(batches), tokens)
+        wanted = (len(batches), tokens, self._decoder.blocks_are_compiled)
         built_for, schedule = self._built.get(training, (None, None))
-        if schedule is None or built_for != shape:
-            schedule = self._build(*shape)
-            if not training and isinstance(schedule, PipelineScheduleMulti):
-                _leave_out_backward(schedule)
-            self._built[training] = (shape, schedule)
+        if schedule is None or built_for != wanted:
+            schedule = self._build(len(batches), tokens)
+            if isinstance(schedule, PipelineScheduleMulti):
+                if not training:
+                    leave_out_backward(schedule)
+                elif self._decoder.blocks_are_compiled:
+                    join_backward(schedule)
+            self._built[training] = (wanted, schedule)
         return schedule
 
     def _build(self, num_microbatches: int, tokens: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
@@ -337,21 +302,9 @@ class Pipeline:
             )
             for module in self.modules
         ]
-        # Torch divides gradients by the number of micro-batches unless told not to.
-        settings: dict[str, Any] = {"loss_fn": self._loss_per_valid_token, "scale_grads": False}
         if self._schedule_name in ZERO_BUBBLE:
             self._keep_unsharded()
-        match self._schedule_name:
-            case "gpipe":
-                return ScheduleGPipe(stages[0], num_microbatches, **settings)
-            case "1f1b":
-                return Schedule1F1B(stages[0], num_microbatches, **settings)
-            case "interleaved_1f1b":
-                return ScheduleInterleaved1F1B(stages, num_microbatches, **settings)
-            case "interleaved_zero_bubble":
-                return ScheduleInterleavedZeroBubble(stages, num_microbatches, **settings)
-            case "zbv":
-                return ScheduleZBVZeroBubble(stages, num_microbatches, **settings)
+        return build_schedule(self._schedule_name, stages, num_microbatches, self._loss_per_valid_token)
 
     def _keep_unsharded(self) -> None:
         """Zero-bubble schedules go through a stage's backward twice. Parameters that FSDP has sharded again by the

@@ -1,6 +1,7 @@
 """A model of Hugging Face's transformers, as it comes: its gradients over tensor-parallel ranks are one process'."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 import parallelize_cases as cases
 import pytest
@@ -13,7 +14,9 @@ from drivetrain.engine.parallel.parallelize_plan import Word
 from drivetrain.engine.parallel.traffic import Traffic
 from rank_processes import on_ranks
 
-pytest.importorskip("transformers", reason="transformers (extra: dev) is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers (extra: dev) is not installed"
+)
 
 PLAN: Mapping[str, Word] = {
     "model.embed_tokens": "row",

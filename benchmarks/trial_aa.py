@@ -2,7 +2,8 @@
 
 Each trial is what ``drivetrain tune`` runs: blocks A B B A, each a process of its own, of a small variation of
 llama-2m. Finished trials are kept in ``--folder``, and a second call goes on from there. From each two neighbouring
-trials one of two units is formed, which the second look of a trial would have seen; that line is for information.
+trials one of two units is formed, with the names of the second one's sides exchanged (both are the same configuration),
+as the second look of a trial would have seen it. Those lines are for information.
 
     python benchmarks/trial_aa.py --quick --json
 """
@@ -20,7 +21,7 @@ from drivetrain.archive.atomic import write_json, write_text
 from drivetrain.config import load_config, to_toml
 from drivetrain.tune.trainer import CommandLineTrainer
 from drivetrain.tune.trial import TrialSettings, run_trial
-from drivetrain.tune.trial_statistics import Noise, speed_ratio
+from drivetrain.tune.trial_statistics import Noise, order_of, speed_ratio
 from harness.claims import Claim, document, wilson
 
 OVERRIDES = (
@@ -64,9 +65,9 @@ def trials(folder: Path, count: int) -> list[dict[str, Any]]:
     return done[:count]
 
 
-def coverage(name: str, order: str, series: Sequence[Sequence[float]], target: float) -> Claim:
+def coverage(name: str, units: int, series: Sequence[Sequence[float]], target: float) -> Claim:
     """How often the interval covers 1, over what is asked of it, with Wilson's interval (95%)."""
-    measured = [speed_ratio(order, speeds, confidence=0.95) for speeds in series]
+    measured = [speed_ratio(order_of(units), speeds, confidence=0.95) for speeds in series]
     covered, count = sum(one.low <= 1 <= one.high for one in measured), len(measured)
     low, high = wilson(covered, count)
     worst = max(abs(math.log(one.ratio)) for one in measured)
@@ -83,6 +84,15 @@ def coverage(name: str, order: str, series: Sequence[Sequence[float]], target: f
         f"{covered} of {count} cover 1; largest deviation of a ratio from 1: {math.expm1(worst):.2%}; median half "
         f"width {sorted(one.high / one.ratio - 1 for one in measured)[count // 2]:.2%}",
     )
+
+
+def mean_ratio(name: str, units: int, series: Sequence[Sequence[float]]) -> Claim:
+    """The mean ratio of all trials, which is 1 where the order of the blocks favours no side; for information."""
+    logs = [math.log(speed_ratio(order_of(units), speeds, confidence=0.95).ratio) for speeds in series]
+    mean = sum(logs) / len(logs)
+    half = 1.96 * math.sqrt(sum((one - mean) ** 2 for one in logs) / (len(logs) - 1) / len(logs))
+    ratio, low, high = (math.exp(one) for one in (mean, mean - half, mean + half))
+    return Claim(f"{name}: mean ratio", "itself", "", [], [], ratio, low, high, 0.0, f"{len(logs)} trials")
 
 
 def noise(series: Sequence[Sequence[float]], elapsed_s: float) -> Claim:
@@ -125,9 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = trials(options.folder, QUICK_TRIALS if options.quick else TRIALS)
     series = [trial["speeds"] for trial in done]
     pairs = [[*first, *second] for first, second in zip(series[::2], series[1::2], strict=False)]
+    one, two = "A/A trials of one unit A B B A", "A/A trials of two units A B B A B A A B"
     claims = [
-        coverage("A/A trials of one unit A B B A", "ABBA", series, 1.0),
-        coverage("A/A trials of two units", "ABBAABBA", pairs, 0.0),
+        coverage(one, 1, series, 1.0),
+        mean_ratio(one, 1, series),
+        coverage(two, 2, pairs, 0.0),
+        mean_ratio(two, 2, pairs),
         noise(series, sum(trial["elapsed_s"] for trial in done)),
     ]
     for claim in claims:

@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.tune.trial_statistics import Noise, judge, noise_of, speed_ratio, units_needed
+from drivetrain.tune.trial_statistics import Noise, judge, noise_of, order_of, speed_ratio, units_needed
+
+ONE_UNIT, TWO_UNITS = order_of(1), order_of(2)
 
 
 def a_against_a(seed: int, *, drift: float, outliers: float, ratio: float = 1.0) -> bool:
     """One trial of two looks with lognormal blocks of 1.5%; whether its interval covers ``ratio``."""
     generator = np.random.default_rng(seed)
-    order = "ABBAABBA"
+    order = TWO_UNITS
     logs = generator.normal(0, 0.015, 8) + drift * np.arange(8)
     logs -= (generator.random(8) < outliers) * generator.exponential(0.1, 8)
     logs += math.log(ratio) * np.asarray([side == "B" for side in order])
@@ -44,7 +46,7 @@ def test_equal_sides_are_seldom_called_faster() -> None:
     for seed in range(300):
         speeds = list(1000 * np.exp(np.random.default_rng(seed).normal(0, 0.02, 8)))
         wrong += (
-            judge("ABBAABBA", speeds, looks=2, confidence=0.95, noise=noise_of(speeds[::3])).state == "faster"
+            judge(TWO_UNITS, speeds, looks=2, confidence=0.95, noise=noise_of(speeds[::3])).state == "faster"
         )
     assert wrong <= 9
 
@@ -52,23 +54,29 @@ def test_equal_sides_are_seldom_called_faster() -> None:
 @given(st.floats(-0.2, 0.2), st.floats(0.5, 2.0))
 def test_a_linear_drift_does_not_move_the_ratio(drift: float, ratio: float) -> None:
     speeds = [
-        1000 * math.exp(drift * place) * (ratio if side == "B" else 1) for place, side in enumerate("ABBA")
+        1000 * math.exp(drift * place) * (ratio if side == "B" else 1) for place, side in enumerate(ONE_UNIT)
     ]
-    assert speed_ratio("ABBA", speeds, confidence=0.95).ratio == pytest.approx(ratio)
+    assert speed_ratio(ONE_UNIT, speeds, confidence=0.95).ratio == pytest.approx(ratio)
     longer = [
-        1000 * math.exp(drift * place) * (ratio if side == "B" else 1)
-        for place, side in enumerate("ABBAABBA")
+        1000 * math.exp(drift * place) * (ratio if side == "B" else 1) for place, side in enumerate(TWO_UNITS)
     ]
-    measured = speed_ratio("ABBAABBA", longer, confidence=0.95)
+    measured = speed_ratio(TWO_UNITS, longer, confidence=0.95)
     assert measured.low == pytest.approx(ratio)
     assert measured.high == pytest.approx(ratio)
 
 
+def test_what_repeats_with_the_length_of_a_unit_moves_no_ratio_of_two() -> None:
+    for slow in range(4):
+        speeds = [900.0 if place % 4 == slow else 1000.0 for place in range(8)]
+        assert speed_ratio(TWO_UNITS, speeds, confidence=0.95).ratio == pytest.approx(1)
+        assert speed_ratio(ONE_UNIT, speeds[:4], confidence=0.95).ratio != pytest.approx(1)
+
+
 @given(st.lists(st.floats(1.0, 1e6), min_size=4, max_size=4))
 def test_the_interval_holds_the_ratio_and_turns_over_with_the_sides(speeds: list[float]) -> None:
-    measured = speed_ratio("ABBA", speeds, confidence=0.95)
+    measured = speed_ratio(ONE_UNIT, speeds, confidence=0.95)
     assert measured.low <= measured.ratio <= measured.high
-    turned = speed_ratio("ABBA", [1 / speed for speed in speeds], confidence=0.95)
+    turned = speed_ratio(ONE_UNIT, [1 / speed for speed in speeds], confidence=0.95)
     assert turned.ratio == pytest.approx(1 / measured.ratio)
 
 
@@ -76,7 +84,7 @@ def test_the_interval_of_four_blocks_is_students_with_two_degrees_of_freedom() -
     # Deviations of one side 1%, of the other 3%: pooled sqrt((2 * 0.01^2 / ... )) by hand.
     logs = [0.01, 0.13, 0.07, -0.01]
     pooled = math.sqrt((2 * 0.01**2 + 2 * 0.03**2) / 2)
-    measured = speed_ratio("ABBA", [math.exp(one) for one in logs], confidence=0.95)
+    measured = speed_ratio(ONE_UNIT, [math.exp(one) for one in logs], confidence=0.95)
     assert measured.deviation == pytest.approx(pooled)
     assert math.log(measured.high / measured.ratio) == pytest.approx(4.302652730 * pooled)
     assert math.log(measured.ratio) == pytest.approx(0.1)
@@ -93,15 +101,15 @@ def speeds(ratio: float, deviation: float) -> list[float]:
 )
 def test_each_state_is_reached(ratio: float, deviation: float, state: str) -> None:
     blocks = speeds(ratio, deviation)
-    assert judge("ABBA", blocks, looks=2, confidence=0.95, noise=noise_of(blocks[::3])).state == state
+    assert judge(ONE_UNIT, blocks, looks=2, confidence=0.95, noise=noise_of(blocks[::3])).state == state
 
 
 def test_what_is_below_the_least_effect_is_not_kept_however_sure_it_is() -> None:
     blocks = speeds(1.02, 0.0001)
-    quiet = judge("ABBA", blocks, looks=1, confidence=0.95, noise=Noise())
+    quiet = judge(ONE_UNIT, blocks, looks=1, confidence=0.95, noise=Noise())
     assert quiet.state == "faster"
     # Blocks of unchanged configurations deviated by 3% earlier: 6% is the least that counts.
-    noisy = judge("ABBA", blocks, looks=1, confidence=0.95, noise=Noise(0.03**2 * 10, 10))
+    noisy = judge(ONE_UNIT, blocks, looks=1, confidence=0.95, noise=Noise(0.03**2 * 10, 10))
     assert noisy.state == "undecided"
     assert noisy.least_effect == pytest.approx(0.06)
     assert "least effect" in noisy.why
@@ -109,7 +117,7 @@ def test_what_is_below_the_least_effect_is_not_kept_however_sure_it_is() -> None
 
 def test_a_machine_noisier_than_the_effect_is_told_how_many_blocks_it_would_take() -> None:
     blocks = speeds(1.05, 0.03)
-    found = judge("ABBA", blocks, looks=2, confidence=0.95, noise=noise_of(blocks[::3]))
+    found = judge(ONE_UNIT, blocks, looks=2, confidence=0.95, noise=noise_of(blocks[::3]))
     units = units_needed(math.log(1.05), found.measured.deviation, looks=2, confidence=0.95)
     assert units is not None
     assert f"about {4 * units} blocks would be needed" in found.why

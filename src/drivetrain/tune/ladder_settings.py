@@ -19,7 +19,7 @@ class LadderSettings:
         only: names of the entries that may be tried; empty: all.
         leave_one_out: remove each kept change once at the end.
         gate: how much each gate spends.
-        looks: units of A B B A after which a trial is judged.
+        looks: units of four blocks (A B B A, then B A A B) after which a trial is judged.
         trial_steps: measured steps of a block; None: as many as take ``block_s``, 12 to 100.
         block_s: see ``trial_steps``.
         profile_steps: steps of a profiled window.

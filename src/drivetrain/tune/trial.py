@@ -1,4 +1,4 @@
-"""A trial: a parent and one declared change, in blocks A B B A, each a process of its own.
+"""A trial: a parent and one declared change, in blocks A B B A, then B A A B, each a process of its own.
 
 Whatever happens to a block is a result. The decision is :mod:`drivetrain.tune.trial_statistics`'.
 """
@@ -15,12 +15,12 @@ from drivetrain.config import load_config, tokens_per_step
 from drivetrain.measure.optimisation import OptimisationRecord
 from drivetrain.tune.short_run import as_override, prefetched_steps, short_run, steps_to_run
 from drivetrain.tune.trainer import Attempt, Outcome, Trainer
-from drivetrain.tune.trial_statistics import Judgement, Noise, judge, noise_of
+from drivetrain.tune.trial_statistics import BLOCKS_OF_UNIT, Judgement, Noise, judge, noise_of, order_of
 
 __all__ = ["Block", "TrialResult", "TrialSettings", "run_trial", "why_without_effect"]
 
 Side = Literal["A", "B"]
-_UNIT: tuple[Side, ...] = ("A", "B", "B", "A")
+_SIDES: tuple[Side, ...] = ("A", "B")
 _WORST: tuple[Outcome, ...] = (
     "out_of_memory",
     "hang",
@@ -40,7 +40,7 @@ class TrialSettings:
 
     Attributes:
         steps: measured steps of a block.
-        looks: units of A B B A after which it is judged, increasing.
+        looks: units of four blocks after which it is judged, increasing.
         confidence: of the interval, over all looks together.
     """
 
@@ -160,8 +160,9 @@ def run_trial(
     judgement: Judgement | None = None
     earlier = Noise() if noise is None else noise
     for look, units in enumerate(settings.looks):
-        while len(blocks) < units * len(_UNIT):
-            side = _UNIT[len(blocks) % len(_UNIT)]
+        order = order_of(units)
+        while len(blocks) < len(order):
+            side = order[len(blocks)]
             options = []
             first_run = next((block.run for block in blocks if block.side == "A"), None)
             if side == "B" and first_run is not None:
@@ -179,12 +180,11 @@ def run_trial(
             )
             block = _block(side, attempt, sides[side])
             blocks.append(block)
-            progress(_said(block, len(blocks), settings.looks[-1] * len(_UNIT)))
+            progress(_said(block, len(blocks), settings.looks[-1] * BLOCKS_OF_UNIT))
             why = _failure(block) or (_without_effect(attempt, must_be_active) if side == "B" else None)
             if why is not None:
                 return _failed(blocks, why)
         speeds = [block.tokens_per_second for block in blocks if block.tokens_per_second is not None]
-        order = "".join(block.side for block in blocks)
         places = [place for place, side in enumerate(order) if side == "A"]
         own = noise_of([speeds[place] for place in places], places)
         judgement = judge(
@@ -197,7 +197,7 @@ def run_trial(
         if judgement.state != "undecided":
             break
         if look + 1 < len(settings.looks):
-            progress(f"undecided, {settings.looks[look + 1] - units} more x A B B A: {judgement.why}")
+            progress(f"undecided, {settings.looks[look + 1] - units} more times four blocks: {judgement.why}")
     assert judgement is not None
     return _finished(blocks, judgement, own)
 
@@ -290,10 +290,10 @@ def _failed(blocks: Sequence[Block], why: str) -> TrialResult:
 
 def _finished(blocks: Sequence[Block], judgement: Judgement, noise: Noise) -> TrialResult:
     faster, why = judgement.state == "faster", judgement.why
-    means = {side: [one.mean_step_s or 0.0 for one in blocks if one.side == side] for side in _UNIT}
+    means = {side: [one.mean_step_s or 0.0 for one in blocks if one.side == side] for side in _SIDES}
     tokens = {
         side: [(one.tokens_per_second or 0.0) * (one.step_s or 0.0) for one in blocks if one.side == side]
-        for side in _UNIT
+        for side in _SIDES
     }
     by_means = (sum(tokens["B"]) / sum(means["B"])) / (sum(tokens["A"]) / sum(means["A"]))
     if faster and by_means <= 1:
@@ -307,7 +307,7 @@ def _memory(blocks: Sequence[Block]) -> int | None:
         side: [
             one.peak_memory_bytes for one in blocks if one.side == side and one.peak_memory_bytes is not None
         ]
-        for side in _UNIT
+        for side in _SIDES
     }
     if not peaks["A"] or not peaks["B"]:
         return None

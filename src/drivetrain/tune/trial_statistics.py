@@ -15,9 +15,23 @@ import numpy as np
 
 from drivetrain.measure.statistics import least_effect, student_t_quantile
 
-__all__ = ["Judgement", "Noise", "SpeedRatio", "judge", "noise_of", "speed_ratio", "units_needed"]
+__all__ = [
+    "BLOCKS_OF_UNIT",
+    "Judgement",
+    "Noise",
+    "Side",
+    "SpeedRatio",
+    "judge",
+    "noise_of",
+    "order_of",
+    "speed_ratio",
+    "units_needed",
+]
 
+Side = Literal["A", "B"]
 State = Literal["faster", "slower", "no gain", "undecided"]
+BLOCKS_OF_UNIT = 4
+_UNITS: tuple[tuple[Side, ...], ...] = (("A", "B", "B", "A"), ("B", "A", "A", "B"))
 _MOST_UNITS = 1000
 _quantile = functools.cache(student_t_quantile)
 
@@ -101,10 +115,19 @@ def noise_of(blocks: Sequence[float], places: Sequence[int] | None = None) -> No
     return Noise(float(residual @ residual), len(blocks) - len(columns))
 
 
-def speed_ratio(order: str, speeds: Sequence[float], *, confidence: float) -> SpeedRatio:
-    """The ratio B / A of blocks run in ``order``, a multiple of ``ABBA``.
+def order_of(units: int) -> list[Side]:
+    """Sides of the blocks of a trial: A B B A, then B A A B, and so on.
 
-    In ABBA the mean place of both sides is the same, so that a linear drift of the machine cancels in the ratio. From
+    In either the mean place of both sides is the same, so that a linear drift of the machine cancels in the ratio. What
+    repeats with the length of a unit (a neighbour that wakes up every quarter of a minute) does so over two of them.
+    """
+    return [side for number in range(units) for side in _UNITS[number % 2]]
+
+
+def speed_ratio(order: Sequence[Side], speeds: Sequence[float], *, confidence: float) -> SpeedRatio:
+    """The ratio B / A of blocks run in ``order``, see :func:`order_of`; units of one kind alone are taken as well.
+
+    A linear drift cancels in the ratio. From
     two units on the drift is also fitted and taken out of the deviation; with a single unit that would leave one
     degree of freedom, and the drift widens the interval instead. Student's t on the logarithms, one variance of both
     sides.
@@ -114,8 +137,9 @@ def speed_ratio(order: str, speeds: Sequence[float], *, confidence: float) -> Sp
         speeds: tokens per second of each block, positive.
         confidence: of the two-sided interval.
     """
-    assert order == "ABBA" * (len(order) // 4)
-    assert len(order) == len(speeds) >= 4
+    assert len(order) == len(speeds) >= BLOCKS_OF_UNIT
+    units = [tuple(order[first : first + BLOCKS_OF_UNIT]) for first in range(0, len(order), BLOCKS_OF_UNIT)]
+    assert set(units) <= set(_UNITS), order
     logs = np.log(np.asarray(speeds, dtype=np.float64))
     places = np.arange(len(order), dtype=np.float64)
     is_b = np.asarray([side == "B" for side in order], dtype=np.float64)
@@ -134,7 +158,9 @@ def speed_ratio(order: str, speeds: Sequence[float], *, confidence: float) -> Sp
     )
 
 
-def judge(order: str, speeds: Sequence[float], *, looks: int, confidence: float, noise: Noise) -> Judgement:
+def judge(
+    order: Sequence[Side], speeds: Sequence[float], *, looks: int, confidence: float, noise: Noise
+) -> Judgement:
     """Decide of the blocks so far.
 
     Args:
@@ -156,7 +182,11 @@ def judge(order: str, speeds: Sequence[float], *, looks: int, confidence: float,
         return Judgement("no gain", measured, least, f"no gain of {least_effect(0):.0%} or more: {interval}")
     effect = max(abs(math.log(measured.ratio)), math.log1p(least_effect(0)))
     units = units_needed(effect, measured.deviation, looks=looks, confidence=confidence)
-    blocks = f"about {4 * units} blocks" if units is not None else f"more than {4 * _MOST_UNITS} blocks"
+    blocks = (
+        f"about {BLOCKS_OF_UNIT * units} blocks"
+        if units is not None
+        else f"more than {BLOCKS_OF_UNIT * _MOST_UNITS} blocks"
+    )
     if measured.low > 1:
         why = f"faster, but by less than the least effect that counts here, {least:.1%}: {interval}"
     else:
@@ -168,7 +198,7 @@ def judge(order: str, speeds: Sequence[float], *, looks: int, confidence: float,
 
 
 def units_needed(effect: float, deviation: float, *, looks: int, confidence: float) -> int | None:
-    """Units of ABBA whose interval is no wider than ``effect`` (log) to each side; None: more than can be counted."""
+    """Units whose interval is no wider than ``effect`` (log) to each side; None: more than can be counted."""
     for units in range(1, _MOST_UNITS + 1):
         freedom = 2 if units == 1 else 4 * units - 3
         quantile = _quantile(1 - (1 - confidence) / looks / 2, freedom)

@@ -37,18 +37,37 @@ def check(
         typer.Option("--per-host", min=1, help="Processes on each machine. Default: all on one."),
     ] = None,
     shapes: Annotated[
-        bool, typer.Option("--shapes", help="Also build the model without memory and list its parameters.")
+        bool,
+        typer.Option(
+            "--shapes",
+            help="Also build the model without memory and list its parameters; with --dry-run, each rank's parts.",
+        ),
     ] = False,
+    dry: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Also build chosen ranks without memory: what each holds, and its collectives in a step.",
+        ),
+    ] = False,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            "--ranks", metavar="0,7,4095", help="Ranks that --dry-run builds. Default: one of each kind."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Check every rule of a configuration, and count parameters, tokens and FLOPs.
 
     All broken rules are reported together; fields whose value changes nothing are named.
-    Exit code 0: it can be trained; 1: it cannot; 2: it cannot be read.
+    Exit code 0: it can be trained; 1: it cannot, or a rank of the dry run failed; 2: it cannot be read, or what
+    breaks rules is to be run dry.
 
     Example: drivetrain check llama-10m training.global_batch_size=48 --devices 2
     """
     from drivetrain.catalogue.rules import all_rules
+    from drivetrain.cli.check_ranks import dry_run_document, parse_ranks
     from drivetrain.cli.output import show_document
     from drivetrain.config import (
         LaunchFacts,
@@ -58,7 +77,7 @@ def check(
         load_config,
         violations,
     )
-    from drivetrain.errors import DrivetrainError
+    from drivetrain.errors import ConfigurationError, DrivetrainError
 
     loaded = load_config(config, overrides or [])
     world_size = devices or least_processes(loaded.config)
@@ -66,6 +85,9 @@ def check(
         raise DrivetrainError(
             f"--per-host {per_host} does not divide {world_size} processes; give a divisor, or leave it out"
         )
+    if ranks is not None and not dry:
+        raise DrivetrainError(f"--ranks {ranks} names ranks of a dry run; add --dry-run, or drop it")
+    shown = parse_ranks(ranks, world_size) if ranks is not None else None
     facts = LaunchFacts(
         world_size=world_size,
         local_world_size=per_host,
@@ -73,6 +95,8 @@ def check(
         device_type=device_type_of(loaded.config),
     )
     broken = violations(loaded.config, facts, all_rules())
+    if broken and dry:
+        raise ConfigurationError(*(str(violation) for violation in broken))
     document: dict[str, Any] = {
         "config": loaded.source,
         "devices": world_size,
@@ -95,11 +119,13 @@ def check(
         ]
         if shapes:
             document["shapes"] = _shapes(loaded, world_size)
+        if dry:
+            document["dry_run"] = dry_run_document(loaded.config, world_size, shown, by_parameter=shapes)
     if json:
         show_document(document)
     else:
         _print(document)
-    if broken:
+    if broken or (dry and document["dry_run"]["failed"]):
         raise typer.Exit(1)
 
 
@@ -215,6 +241,10 @@ def _print(document: dict[str, Any]) -> None:
         print(f"no effect: {idle['field']}, because {idle['reason']}")
     for shape in document.get("shapes", []):
         print(f"  {shape['name']:42} {'x'.join(map(str, shape['shape'])):>18} {shape['elements']:>14,}")
+    if "dry_run" in document:
+        from drivetrain.cli.check_ranks import print_dry_run
+
+        print_dry_run(document["dry_run"])
 
 
 def _print_layout(layout: dict[str, Any]) -> None:
@@ -250,12 +280,7 @@ def show_dry_run(loaded: "LoadedConfig", world_size: int, *, as_json: bool) -> i
     for line in (
         f"dry run of {loaded.source}: the model was built without memory, nothing was started",
         f"  parameters                     {built.parameters:,}",
-        "  weights, gradients, optimizer  "
-        + (
-            f"{built.state_bytes:,} bytes on each rank, activations on top"
-            if built.state_bytes is not None
-            else "shared by the ranks of the layout; docs/parallel.md has the formulas"
-        ),
+        f"  weights, gradients, optimizer  {built.state_bytes:,} bytes on the rank with most, activations on top",
         f"  micro-batches in a step        {built.num_microbatches} on each of {world_size} rank(s)",
         f"  tokens                         {built.tokens_per_step:,} a step, {built.total_tokens:,} in all",
         f"  model FLOPs in a step          {built.model_flops_per_step:,} (whole sequences)",

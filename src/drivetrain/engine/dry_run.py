@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain.config import RunConfig, layout_of
+from drivetrain.config import RunConfig
 from drivetrain.config.derive import num_microbatches, tokens_per_step, total_tokens
+from drivetrain.engine.dry_run_world import PlannedWorld
 from drivetrain.engine.model.batch import whole_sequences
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.precision import compute_dtype
@@ -14,9 +15,6 @@ from drivetrain.measure.flops import model_flops
 from drivetrain.measure.parameters import parameter_count
 
 __all__ = ["DryRun", "ParameterShape", "dry_run"]
-
-_BYTES_OF_STATE = 16
-"""fp32 weight, fp32 gradient and two fp32 moments of each parameter."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,14 @@ class DryRun:
 
     Attributes:
         parameters: total number of parameters, counted on the built model.
-        state_bytes: bytes of weights, gradients and optimizer state of one rank that holds all of them; activations
-            come on top. None where ranks share the model.
+        state_bytes: bytes of weights, reduced gradients and AdamW's moments, all fp32, on the rank that holds most of
+            them, by the formulas of ``docs/parallel.md``; activations and buckets come on top.
         logits_shape: (micro_batch_size, seq_length, vocab_size), from a forward pass without data.
         learning_rates: (step, rate) at the first, middle and last step.
     """
 
     parameters: int
-    state_bytes: int | None
+    state_bytes: int
     num_microbatches: int
     tokens_per_step: int
     total_tokens: int
@@ -74,11 +72,10 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     assert parameters == parameter_count(model).total, "the counted model and the built one differ"
     per_step = tokens_per_step(config)
     in_all = total_tokens(config)
-    whole = layout_of(config, world_size).dp == world_size and config.parallelism.zero_stage == 0
     steps = sorted({0, training.train_iters // 2, training.train_iters - 1})
     return DryRun(
         parameters=parameters,
-        state_bytes=_BYTES_OF_STATE * parameters if whole else None,
+        state_bytes=PlannedWorld.of(config, world_size).largest_state_bytes,
         num_microbatches=num_microbatches(config, world_size),
         tokens_per_step=per_step,
         total_tokens=in_all,

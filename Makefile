@@ -43,6 +43,7 @@ bench: $(VENV)/.bench
 docs: $(VENV)/.dev
 	$(BIN)/python -m drivetrain.config.docs
 	$(BIN)/python -m drivetrain.catalogue.docs
+	$(BIN)/python -m drivetrain.engine.ops.attention.docs
 	$(BIN)/python -m drivetrain.measure.metrics > docs/metrics.md
 
 clean:

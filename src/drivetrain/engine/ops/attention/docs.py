@@ -1,0 +1,140 @@
+"""``docs/ops-attention.md``: the page on attention, its matrix generated from the backends' own rules.
+
+``python -m drivetrain.engine.ops.attention.docs`` writes it; a test keeps it fresh.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from drivetrain.engine.ops.attention import OPERATOR, eager, flash_attn, flex, triton_launch
+from drivetrain.engine.ops.attention.cases import KINDS
+from drivetrain.engine.ops.attention.mask import Mask
+
+__all__ = ["PATH", "RULES", "crosses_of", "render"]
+
+PATH = Path("docs") / "ops-attention.md"
+"""Where the page lies in the repository."""
+
+
+def _every_mask(_mask: Mask, _crosses: bool) -> str | None:
+    return None
+
+
+RULES: dict[str, Callable[[Mask, bool], str | None]] = {
+    "eager": eager.refuses,
+    "dense": _every_mask,
+    "chunked": _every_mask,
+    "flex": flex.refuses,
+    "triton": triton_launch.refuses,
+    "flash_attn": flash_attn.refuses,
+}
+"""Why a backend refuses a mask, given that and whether lengths of queries and keys differ; None where it serves it."""
+
+
+def crosses_of(mask: Mask) -> bool:
+    """Whether the mask's own documents have not as many keys as queries."""
+    return mask.documents is not None and mask.documents.crosses
+
+
+def render() -> str:
+    """The text of the page."""
+    notes: dict[str, int] = {}
+    lines = [
+        "| mask | " + " | ".join(f"`{name}`" for name in RULES) + " |",
+        "|---" * (len(RULES) + 1) + "|",
+    ]
+    for kind, mask in KINDS.items():
+        cells = []
+        for rule in RULES.values():
+            why = rule(mask, crosses_of(mask))
+            cells.append("yes" if why is None else f"no ({notes.setdefault(why, len(notes) + 1)})")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {why}." for why, number in notes.items()), ""]
+    ran = [
+        f"| `{one.name}` | {_WHAT[one.name]} | {', '.join(one.ran_on) or 'never'} | {_MEMORY[one.name]} |"
+        for one in OPERATOR.backends
+    ]
+    backends = [
+        "| backend | what it is | ran on | memory of a document of L tokens |",
+        "|---|---|---|---|",
+        *ran,
+        "",
+    ]
+    return _PAGE.format(matrix="\n".join(lines), backends="\n".join(backends), factor=f"{OPERATOR.factor:g}")
+
+
+_WHAT = {
+    "eager": "torch's SDPA, document by document",
+    "dense": "plain softmax; the reference",
+    "chunked": "blocks of keys with a running softmax, in plain torch",
+    "flex": "FlexAttention; on a CPU its forward pass only, not fused",
+    "triton": "our kernel for the forward pass, the chunked backward pass; in tests run by triton's interpreter",
+    "flash_attn": "FlashAttention-2",
+}
+
+_MEMORY = {
+    "eager": "L, or L² for a mask that is not plain causal or full, and with dropout on a CPU",
+    "dense": "H L²",
+    "chunked": "L",
+    "flex": "L on CUDA; H L² on a CPU",
+    "triton": "L",
+    "flash_attn": "L",
+}
+
+_PAGE = """\
+# Attention
+
+This page is generated: `python -m drivetrain.engine.ops.attention.docs` writes it.
+
+Attention is an operator over a mask that is *specified*. Nothing is inferred from position ids or from a padding mask:
+document borders are given as cumulative lengths, and where a document has not as many keys as queries, how they are
+aligned is stated.
+
+```python
+import torch
+from drivetrain.engine.ops.attention import Documents, Mask
+from drivetrain.engine.ops.modules_attention import Attention
+
+attention = Attention(hidden_size=64, num_attention_heads=4, num_query_groups=2)
+out = attention(torch.randn(100, 64), Mask(window=32, documents=Documents.of_lengths([30, 1, 40, 29])))
+```
+
+With scale s, cap c and slope m, query i at position p scores c·tanh(s q·k / c) − m·|p − j| for key j; the weights are
+its softmax over the keys that it sees.
+
+* Positions count from 0 in each document. p is i (`top_left`, as torch's SDPA), or i + M − L in a document of L queries
+  and M keys (`bottom_right`, as flash-attn).
+* A window counts the keys that are seen, the query's own included: p − j < W. A window of 1 sees itself; one of at
+  least the length is the causal mask.
+* The keys of a prefix are seen by all queries of the document. Prefix and window exclude each other.
+* A query that sees no key gives 0, and all gradients it would send are 0. So are outputs and gradients of tokens
+  behind the last border.
+* Dropout with a seed drops the same weights in every backend that serves it, in every blocking, and in a recomputed
+  forward pass: which are dropped is a function of seed, head, query and key. Without one the backend draws.
+* Slopes are constants; slopes that require a gradient are refused.
+* Numbers of heads and of key groups are read off the tensors, (Tq, H, K) and (Tk, G, K); all backends take fewer
+  groups than heads. A batch is documents of equal lengths.
+
+## Who serves which mask
+
+A backend that was asked for and cannot serve raises, and names those that can (`fusion.allow_fallback` lets `eager` go
+on, with the reason recorded). A backend may refuse a call for other reasons as well: its dtype, its device, a width of
+heads.
+
+{matrix}
+## Backends
+
+{backends}
+Each is held to {factor} times the error against float64 that the dense softmax makes in the same dtype, outputs and
+gradients; what has not run on a device is graded on none. In bf16 and fp16 `eager` has ALiBi under a causal mask as
+columns of queries and keys, without a bias of the size of the scores; in fp32 the sums of such columns lose digits, and
+it adds a bias. `chunked` and `triton` are called by compiled code without breaking its graph; `eager` with documents
+breaks it, since the host cuts by the borders.
+"""
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PATH
+    path.write_text(render(), encoding="utf-8")
+    print(f"wrote {path}", file=sys.stderr)

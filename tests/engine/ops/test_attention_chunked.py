@@ -114,7 +114,7 @@ def test_the_operator_keeps_the_rules_of_torch(name: str) -> None:
     with torch.no_grad():
         out, log = _chunked(q, k, v, *flat)
     plain = [one.detach() for one in (out, q, k, v, out, log)]
-    torch.library.opcheck(_backward, (*plain, *flat), test_utils=tests)
+    torch.library.opcheck(_backward, (*plain, *flat, True), test_utils=tests)
 
 
 def test_compiled_code_calls_it_without_breaking_the_graph_and_another_packing_compiles_nothing() -> None:

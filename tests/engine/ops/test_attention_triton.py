@@ -45,6 +45,7 @@ QUICK = (
     ("features with gaps", "float32", "dense"),
     ("heads before tokens in memory", "bfloat16", "dense"),
     ("one token", "float32", "dense"),
+    ("large scores", "bfloat16", "dense"),
 )
 
 

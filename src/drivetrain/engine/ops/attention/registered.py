@@ -4,6 +4,7 @@ A mask travels flattened into what such operators take. Borders stay tensors: an
 Both share one backward operator, the chunked recomputation.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -149,11 +150,13 @@ def _backward(
     softcap: float,
     dropout: float,
     scale: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     flat = _Flat(
         cu_seqlens_q, cu_seqlens_k, prefix, slopes, seed, causal, window, alignment, softcap, dropout, scale
     )
-    return chunked.backward(gradient, q, k, v, out, log, *_unflattened(q, k, v, flat))
+    spans, rule = _unflattened(q, k, v, flat)
+    return chunked.backward(gradient, q, k, v, out, log, spans, rule._replace(wide=wide))
 
 
 def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -173,18 +176,20 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.prefix, ctx.rest = prefix, rest
 
 
-def _gradients(ctx: Any, gradient: Tensor, _of_log: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, log, cu_seqlens_q, cu_seqlens_k, slopes, seed = ctx.saved_tensors
-    found = _backward(
-        gradient, q, k, v, out, log, cu_seqlens_q, cu_seqlens_k, ctx.prefix, slopes, seed, *ctx.rest
-    )
-    return (*found, *(None,) * 11)
+def _gradients_of(wide: bool) -> Callable[..., tuple[Tensor | None, ...]]:
+    def gradients(ctx: Any, gradient: Tensor, _of_log: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log, cu_seqlens_q, cu_seqlens_k, slopes, seed = ctx.saved_tensors
+        borders = cu_seqlens_q, cu_seqlens_k
+        found = _backward(gradient, q, k, v, out, log, *borders, ctx.prefix, slopes, seed, *ctx.rest, wide)
+        return (*found, *(None,) * 11)
+
+    return gradients
 
 
 _backward.register_fake(_fake_backward)
-for _operator in (_chunked, _triton):
+for _operator, _wide in ((_chunked, False), (_triton, True)):
     _operator.register_fake(_fake_forward)
-    _operator.register_autograd(_gradients, setup_context=_keep)
+    _operator.register_autograd(_gradients_of(_wide), setup_context=_keep)
 
 
 def attention_chunked(

@@ -6,6 +6,9 @@ number is the state. Of 65,536 values the first ``threshold`` drop an element, s
 65,536, and what is kept is scaled by exactly that one.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,16 +51,28 @@ def kept_elements(shape: torch.Size, seed: Tensor, threshold: int) -> Tensor:
         seed: one int64.
         threshold: as of ``threshold_of``.
     """
-    count = shape.numel()
+    kept: Tensor = _kept(shape, seed, threshold)
+    return kept
+
+
+# Opaque to compilers. Inductor of torch 2.13 corrupts the heap with a view of int64 as int16, and takes products of
+# counted numbers for indices, which may not exceed 64 bits.
+@torch.library.custom_op("drivetrain::kept_elements", mutates_args=())
+def _kept(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:
+    count = math.prod(shape)
     words = (count + 3) // 4
-    word = (
-        torch.arange(1, words + 1, dtype=torch.int64, device=seed.device).mul_(_GOLDEN).add_(seed.reshape(()))
-    )
+    word = torch.arange(1, words + 1, dtype=torch.int64, device=seed.device)
+    word = word.mul_(_GOLDEN).add_(seed.reshape(()))
     word = _mixed(word, 30).mul_(_FIRST)
     word = _mixed(word, 27).mul_(_SECOND)
     word = _mixed(word, 31)
     # As signed numbers of 16 bits, from -32,768.
     return (word.view(torch.int16)[:count] >= threshold - STEPS // 2).view(shape)
+
+
+@_kept.register_fake
+def _(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:  # noqa: ARG001 - the same arguments
+    return seed.new_empty(shape, dtype=torch.bool)
 
 
 def _mixed(word: Tensor, bits: int) -> Tensor:

@@ -77,22 +77,15 @@ def _eager(
     return torch.add(residual, values, alpha=_scale(threshold))
 
 
-def _forward_formula(
-    x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor, threshold: int
-) -> Tensor:
-    return _formula(x, residual, bias, kept_elements(x.shape, seed, threshold), threshold)
-
-
 def _backward_formula(
-    gradient_TD: Tensor, seed: Tensor, threshold: int, dtype: torch.dtype, bias_dtype: torch.dtype | None
+    gradient_TD: Tensor, kept_TD: Tensor, threshold: int, dtype: torch.dtype, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
     wide = torch.promote_types(gradient_TD.dtype, torch.float32)
-    kept_TD = kept_elements(gradient_TD.shape, seed, threshold)
     of_x_TD = torch.where(kept_TD, gradient_TD.to(wide) * _scale(threshold), 0.0)
     return of_x_TD.to(dtype), None if bias_dtype is None else sum_of_rows(of_x_TD).to(bias_dtype)
 
 
-_compiled_forward = compiled(_forward_formula)
+_compiled_forward = compiled(_formula)
 _compiled_backward = compiled(_backward_formula)
 
 
@@ -106,14 +99,17 @@ class _CompiledDropout(torch.autograd.Function):
         ctx.save_for_backward(seed)
         ctx.threshold = threshold
         ctx.dtypes = (x_TD.dtype, residual_TD.dtype, None if bias_D is None else bias_D.dtype)
-        return _compiled_forward(x_TD, residual_TD, bias_D, seed, threshold)
+        return _compiled_forward(
+            x_TD, residual_TD, bias_D, kept_elements(x_TD.shape, seed, threshold), threshold
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TD: Tensor) -> Any:
         (seed,) = ctx.saved_tensors
         dtype, residual_dtype, bias_dtype = ctx.dtypes
-        of_x_TD, of_bias_D = _compiled_backward(gradient_TD, seed, ctx.threshold, dtype, bias_dtype)
+        kept_TD = kept_elements(gradient_TD.shape, seed, ctx.threshold)
+        of_x_TD, of_bias_D = _compiled_backward(gradient_TD, kept_TD, ctx.threshold, dtype, bias_dtype)
         return of_x_TD, gradient_TD.to(residual_dtype), of_bias_D, None, None
 
 
@@ -175,7 +171,7 @@ OPERATOR = Operator(
             _inductor,
             inductor_refuses,
             ran_on=("cpu",),
-            kernels=("_forward_formula", "_backward_formula"),
+            kernels=("_formula", "_backward_formula"),
         ),
     ),
 )

@@ -96,3 +96,23 @@ def test_a_number_that_is_not_finite_is_a_divergence(
     made, _ = recorder
     record(made, Progress(), bad)
     assert (made.diverged_at, made.diverged_in) == (1, what)
+
+
+def test_bytes_of_collectives_are_means_over_the_steps_since_the_last_record(
+    recorder: tuple[Recorder, Path],
+) -> None:
+    made, path = recorder
+    made._config = load_config("llama-2m", ["monitor.log_interval=2"]).config
+    progress = Progress()
+    for tensor, pipeline in ((100, 6), (300, 0), (100, 0), (100, 0)):
+        record(made, progress, replace(FIGURES, communicated={"tp": tensor, "pp": pipeline}))
+    assert [line["comm/tp_bytes"] for line in lines(path)] == [200.0, 100.0]
+    assert [line["comm/pp_bytes"] for line in lines(path)] == [3.0, 0.0]
+    assert made.communicated_per_step("tp") == 150.0
+    assert made.communicated_per_step("dp") == 0.0
+
+
+def test_a_step_without_collectives_has_no_bytes_of_them(recorder: tuple[Recorder, Path]) -> None:
+    made, path = recorder
+    record(made, Progress(), FIGURES)
+    assert not [key for line in lines(path) for key in line if key.startswith("comm/")]

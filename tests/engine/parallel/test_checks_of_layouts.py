@@ -140,17 +140,18 @@ def expected_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, f
     shapes = held_on(config, world_size, rank)
     stage = config.parallelism.zero_stage if layout.dp > 1 else 0
     parts = layout.size("dp_shard") if stage else 1
+    reductions = count if config.parallelism.reduce_each_micro_batch else 1
     whole = FP32 * sum(map(prod, shapes.values()))
     share = FP32 * share_elements(list(shapes.values()), parts)
     tokens = config.training.micro_batch_size * model.seq_length
     found = dict.fromkeys(("tp", "pp", "dp", "dp_shard", "dp_replicate"), 0)
     if layout.dp > 1 and stage <= 1:
-        found["dp"] += whole
+        found["dp"] += reductions * whole
     if stage in (1, 2):
         found["dp_shard"] += share
     if stage >= 2:
-        found["dp_shard"] += parts * share
-        found["dp_replicate"] += share if layout.size("dp_replicate") > 1 else 0
+        found["dp_shard"] += reductions * parts * share
+        found["dp_replicate"] += reductions * share if layout.size("dp_replicate") > 1 else 0
     if stage == 3:
         assert layout.pp == 1, "a pipeline gathers otherwise"
         blocks = FP32 * share_elements([shapes[name] for name in shapes if name.startswith("blocks.")], parts)
@@ -202,7 +203,7 @@ def held_twice(config: RunConfig, world_size: int) -> int:
     return sum(ranks > 1 for ranks in places.values())
 
 
-SHORT = ("dp2", "tp2-sp", "pp2", "zero2", "hsdp")
+SHORT = ("dp2", "tp2-sp", "pp2", "zero2")
 """Each kind of parallelism; the others take minutes."""
 WITHOUT_FORMULA = ("pp2-zero3", "pp2-zero3-zero-bubble", "tp2-pp2-zero3")
 """A pipeline gathers for each micro-batch or once, by its schedule."""

@@ -4,9 +4,13 @@ Shazeer, arXiv:2002.05202. Gate and up come as two tensors, or as one that packs
 first, as one matrix product for both leaves it. Some checkpoints have the halves in the other order.
 """
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from drivetrain.engine.ops._compiled import compiled, inductor_refuses
 from drivetrain.engine.ops._glu_cases import glu_cases
@@ -89,12 +93,52 @@ def _eager(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> 
     return _activate(first, activation) * second
 
 
-_compiled_glu = compiled(_formula)
+def _backward_formula(
+    gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None]:
+    """One exponential for an element, where torch's formulas for silu and its gradient take one each."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    first, second = (one.to(wide) for one in _halves(gate, up))
+    gradient = gradient.to(wide)
+    if activation == "gelu_erf":
+        share = 0.5 * (1.0 + torch.erf(first * math.sqrt(0.5)))
+        slope = share + first * torch.exp(-0.5 * first * first) / math.sqrt(2.0 * math.pi)
+    elif activation == "gelu_tanh":
+        # gelu(x) = x sigmoid(2 u), with tanh(u) = 2 sigmoid(2 u) - 1 and u = sqrt(2 / pi) (x + 0.044715 x^3).
+        double = math.sqrt(8.0 / math.pi)
+        share = torch.sigmoid(double * (first + 0.044715 * first * first * first))
+        slope = share + first * share * (1.0 - share) * (double * (1.0 + 0.134145 * first * first))
+    else:
+        share = torch.sigmoid(first)
+        slope = share + first * share * (1.0 - share)
+    of_gate, of_up = (gradient * second * slope).to(gate.dtype), (gradient * first * share).to(gate.dtype)
+    return (of_gate, of_up) if up is not None else (torch.cat((of_gate, of_up), dim=-1), None)
+
+
+_compiled_forward = compiled(_formula)
+_compiled_backward = compiled(_backward_formula)
+
+
+class _CompiledGLU(torch.autograd.Function):
+    """Keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return _compiled_forward(gate, up, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        return *_compiled_backward(gradient, gate, up, ctx.activation), None
 
 
 def _inductor(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
     check_glu(gate, up, activation)
-    return _compiled_glu(gate, up, activation)
+    out: Tensor = _CompiledGLU.apply(gate, up, activation)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _triton(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
@@ -112,7 +156,13 @@ OPERATOR = Operator(
         Backend(
             "eager", _eager, serves_all, ran_on=("cpu",), kernels=("aten::silu", "aten::gelu", "aten::mul")
         ),
-        Backend("inductor", _inductor, inductor_refuses, ran_on=("cpu",), kernels=("_formula",)),
+        Backend(
+            "inductor",
+            _inductor,
+            inductor_refuses,
+            ran_on=("cpu",),
+            kernels=("_formula", "_backward_formula"),
+        ),
         Backend("triton", _triton, triton_refuses, kernels=GLU_KERNELS),
     ),
 )

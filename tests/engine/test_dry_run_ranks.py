@@ -85,6 +85,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "pp2-dp4-zero3-zero-bubble": (f"{PP}=2", f"{ZERO}=3", f"{SCHEDULE}=interleaved_zero_bubble"),
     "tp2-pp2-dp2-zero2-zbv": (*THREE, f"{ZERO}=2", f"{SCHEDULE}=zbv"),
     "pp2-dp4-zero3-zbv-untied": (f"{PP}=2", f"{ZERO}=3", f"{SCHEDULE}=zbv", UNTIED),
+    "tp2-pp2-dp2-zero2-dualpipev": (*THREE, f"{ZERO}=2", f"{SCHEDULE}=dualpipev"),
+    "pp2-dp4-zero3-dualpipev-untied": (
+        f"{PP}=2",
+        f"{ZERO}=3",
+        f"{SCHEDULE}=dualpipev",
+        UNTIED,
+        "training.global_batch_size=16",
+    ),
     "tp2-pp4-gpipe": (f"{TP}=2", f"{PP}=4", f"{SCHEDULE}=gpipe", "model.qk_layernorm=true"),
     "pp4-dp2-zero3-other-order": (
         f"{PP}=4",

@@ -26,6 +26,7 @@ SCRIPTS: dict[str, list[str]] = {
     "gate_power": [],
     "trial_aa": [],
     "parallel": [],
+    "operators": [],
     "layout_curves": [],
     "kill_ranks": [],
     "resume_layouts": [],

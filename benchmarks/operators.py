@@ -105,7 +105,10 @@ def require_same_results(sides: Sides) -> None:
 
     for number, (ours, theirs) in enumerate(zip(sides.ours(), sides.theirs(), strict=True)):
         right = theirs.detach().double()
-        difference, size = (ours.detach().double() - right).square().mean().sqrt(), right.square().mean().sqrt()
+        difference, size = (
+            (ours.detach().double() - right).square().mean().sqrt(),
+            right.square().mean().sqrt(),
+        )
         allowed = 16 * torch.finfo(theirs.dtype).eps
         if not float(difference) <= allowed * float(size):
             raise DifferentResultsError(

@@ -154,6 +154,7 @@ def test_compiled_blocks_leave_a_zero_bubble_schedule_nothing_to_fill_bubbles_wi
 ) -> None:
     compiles = SimpleNamespace(available=True, reason=None)
     monkeypatch.setattr("drivetrain.engine.optimisations.compile.capability", lambda *_: compiles)
+    monkeypatch.setattr(Decoder, "compile_blocks", lambda *_, **__: None)
     building = building_of(
         "fusion.compile=true", *(f"parallelism.{field}" for field in pipeline), num_ranks=2
     )

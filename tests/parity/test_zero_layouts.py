@@ -186,4 +186,4 @@ def test_a_layout_trains_as_one_process(name: str) -> None:
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 def test_a_tied_embedding_with_both_ends_on_one_rank_is_refused_at_stage_three(schedule: Schedule) -> None:
     with pytest.raises(AssertionError, match="two stages of this rank share a parameter"):
-        on_ranks(train, 4, Case(3, pp=2, schedule=schedule))
+        on_ranks(train, 4, Case(3, pp=2, schedule=schedule, micro_batches=4))

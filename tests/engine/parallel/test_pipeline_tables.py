@@ -35,9 +35,9 @@ def plan_of(schedule: Schedule, pp: int, virtual: int | None = None) -> StagePla
 
 def sizes() -> Iterator[tuple[Schedule, int, int, int | None]]:
     for schedule in TABLES:
-        for pp in (2, 3, 4, 5, 8):
+        for pp in (2, 3, 4, 8):
             for virtual in (2, 4) if schedule.startswith("interleaved") else (None,):
-                for number in range(1, 3 * pp + 1):
+                for number in (pp, pp + 1, 2 * pp, 2 * pp + 1, 3 * pp):
                     if legal_micro_batches(schedule, pp, number):
                         yield schedule, pp, number, virtual
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_samples import job_of
 from kubernetes_types import expanded
 from scheduler_programs import Slurm, add_program
 
@@ -139,3 +140,12 @@ def test_the_pods_of_an_indexed_job_train_together(tiny: Tiny) -> None:
     assert (run.status(), run.manifest["layout"]["world_size"]) == ("finished", 2)
     for index in range(2):
         assert list(Path(tiny.runs / "logs" / "second" / f"second-{index}").glob("*/attempt_0/0/stderr.log"))
+
+
+@pytest.mark.long
+def test_torchruns_agent_waits_for_a_save_as_long_as_the_job_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    for name, value in job_of(grace_seconds=300).variables().items():
+        monkeypatch.setenv(name, value)
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == 300

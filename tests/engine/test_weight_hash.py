@@ -57,6 +57,12 @@ def test_values_that_change_places_change_the_hash(one: int, other: int) -> None
     assert hash_of(swapped) != hash_of(values)
 
 
+def test_stretches_that_change_places_change_the_hash() -> None:
+    values = drawn(3 * CHUNK)
+    first, *rest = values.split(CHUNK)
+    assert hash_of(torch.cat([*rest, first])) != hash_of(values)
+
+
 def test_what_one_place_gains_and_another_loses_does_not_cancel() -> None:
     values = torch.arange(3 * CHUNK, dtype=torch.int32).view(torch.float32)
     for place in (1, 2, CHUNK, CHUNK + 1):

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness.attention_workloads import attention_workloads, live_bytes_claim
 from harness.claims import Claim, claim_of_times, document
 from harness.elementwise_workloads import TOKENS, elementwise_workloads
 from harness.quiet import Usage, foreign_share, wait_until_quiet
@@ -40,7 +41,8 @@ WORKLOADS: dict[str, Callable[[], Sides]] = {
         key: lambda build=build: build(TOKENS)  # type: ignore[misc]
         for key, build in elementwise_workloads().items()
     },
-    # Attention, linear and cross-entropy, products: each adds entries here, by key a function that builds the sides.
+    **attention_workloads(),
+    # Linear and cross-entropy, products: each adds entries here, by key a function that builds the sides.
 }
 """All workloads, in the order in which they run."""
 
@@ -248,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_all(options.measure, PACES[options.pace], keys, os.getppid())
         return
     claims = claims_of(start("quick" if options.quick else "full", keys))
+    if not options.only:
+        claims.append(live_bytes_claim())
     for claim in claims:
         print(
             f"{claim.ratio:.3f} [{claim.low:.3f}, {claim.high:.3f}] {claim.claim} | {claim.peer}",

@@ -103,6 +103,8 @@ def cases() -> Iterable[Case]:
         "several blocks, bottom right", _call(Mask(alignment="bottom_right"), 260, 560, heads=2, groups=1)
     )
     yield Case("a tail of no document", _call(Mask(documents=Documents([0, 40, 40, 75])), 100))
+    equal = Mask(documents=Documents.of_lengths([20, 20, 20]), prefix=(3, 3, 11))
+    yield Case("equal documents with other prefixes", _call(equal, 60))
     yield Case("one query at the end", _call(Mask(alignment="bottom_right"), 1, 70))
     yield Case("more queries than keys", _call(Mask(alignment="bottom_right"), 70, 12))
     yield Case("window of one", _call(Mask(window=1), 50, wanted="v"))

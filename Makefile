@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # Where pip finds torch, for example: make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_INDEX ?=
 
+# Processes that share the tests, a file at a time. Each test may start processes of its own.
+WORKERS ?= 2
+
 .PHONY: demo test test-long lint bench docs clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -26,10 +29,10 @@ demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long"
 
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m long
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

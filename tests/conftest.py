@@ -1,9 +1,14 @@
 """Shared by all tests. Its place also puts this folder on the import path: helpers lie beside it."""
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before torch is imported, here and in the processes that tests start: threads that spin while they wait for each other
+# take the cores of whoever else works, and several test processes do.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A deadline would be an assertion about time, which a busy machine breaks.
 settings.register_profile("drivetrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])

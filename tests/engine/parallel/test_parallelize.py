@@ -276,8 +276,8 @@ def test_a_module_without_weights_is_cut_by_its_shapes_alone() -> None:
         assert worst < 1e-9
 
 
-def own_columns_once(name: str) -> tuple[bool, list[str]]:
-    """Whether what columns entered by outlives their parent's forward; types of layers after the cut."""
+def kept_after_a_step(name: str) -> tuple[bool, bool]:
+    """Whether what columns entered by outlives their parent's forward; whether a norm's code holds weights too."""
     case = CASES[name]
     with cases.mesh_of_all_ranks() as mesh:
         module, _, _ = cases.spread(case, mesh)
@@ -285,13 +285,12 @@ def own_columns_once(name: str) -> tuple[bool, list[str]]:
         assert isinstance(module, cases.Model)
         block = module.blocks[0]
         held = [layer._entrance._last for layer in (block.attention.query, block.up)]
-        return any(one is not None for one in held), [type(layer).__name__ for layer in block.modules()]
+        (code,) = block.mlp_norm._code
+        return any(one is not None for one in held), not all(one.is_meta for one in code.parameters())
 
 
-def test_nothing_of_a_forward_pass_is_kept() -> None:
-    for kept, kinds in on_ranks(own_columns_once, 2, "attention_sequence"):
-        assert not kept
-        assert "ColumnLinear" in kinds
+def test_nothing_of_a_forward_pass_is_kept_and_no_weight_twice() -> None:
+    assert on_ranks(kept_after_a_step, 2, "attention_sequence") == [(False, False)] * 2
 
 
 def the_docs_example(text: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -39,7 +39,7 @@ def run_rank(path: str) -> str:
     return work(Path(path), Ranks.from_environment()).outcome.status
 
 
-def train(tiny: Tiny, world_size: int, overrides: Sequence[str]) -> dict[str, Any]:
+def train(tiny: Tiny, world_size: int, overrides: Sequence[str], timeout: float = 120) -> dict[str, Any]:
     """Losses, gradient norms, the evaluation and the probe of a run on ``world_size`` ranks."""
     loaded = load_config(str(tiny.file), [*COMMON, *overrides])
     assert violations(loaded.config, LaunchFacts(world_size)) == []
@@ -47,7 +47,7 @@ def train(tiny: Tiny, world_size: int, overrides: Sequence[str]) -> dict[str, An
     path = create_run(
         loaded, corpus, world_size=world_size, argv=["drivetrain"], origin=RunOrigin(probe=True)
     )
-    assert set(on_ranks(run_rank, world_size, str(path))) == {"finished"}
+    assert set(on_ranks(run_rank, world_size, str(path), timeout=timeout)) == {"finished"}
     run = open_run(path)
     metrics = list(run.metrics())
     summary = run.summary()
@@ -133,7 +133,7 @@ def test_code_that_another_schedule_left_in_the_compiler_s_cache_gives_a_zero_bu
 ) -> None:
     common = (f"{PP}=2", "fusion.compile=true")
     for name in ("1f1b", schedule):
-        found = train(tiny, 2, (*common, f"parallelism.pipeline_schedule={name}"))
+        found = train(tiny, 2, (*common, f"parallelism.pipeline_schedule={name}"), timeout=400)
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6), name
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
 

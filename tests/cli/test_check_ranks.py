@@ -7,6 +7,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from drivetrain.cli import check_ranks
 from drivetrain.cli.application import application
 from drivetrain.cli.check_ranks import parse_ranks, print_dry_run
 from drivetrain.errors import DrivetrainError
@@ -106,6 +107,20 @@ def test_failures_come_first_and_on_stderr(capsys: pytest.CaptureFixture[str]) -
         }
     )
     assert capsys.readouterr().err == "rank 7 cannot be shown: it broke\n"
+
+
+def test_a_rank_that_failed_is_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = {"elements": 0, "bytes": 0, "source": "formula"}
+    failed = {
+        "failed": [{"rank": 0, "error": "it broke", "traceback": None}],
+        "ranks": [],
+        "kinds": 1,
+        "all_ranks": {"parameters": nothing, "gradients": nothing, "moments": nothing},
+    }
+    monkeypatch.setattr(check_ranks, "dry_run_document", lambda *_, **__: failed)
+    done = check(*LARGE, "--dry-run", "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["dry_run"]["failed"][0]["error"] == "it broke"
 
 
 @pytest.mark.parametrize(

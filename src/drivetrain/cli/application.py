@@ -31,6 +31,7 @@ VERBS = (
     "report",
     "mfu",
     "catalogue",
+    "ops",
     "bench",
 )
 """Modules of this package, in the order of ``--help``."""

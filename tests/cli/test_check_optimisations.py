@@ -17,7 +17,11 @@ def bucket_in_check(*arguments: str) -> tuple[bool, str | None]:
 
 @pytest.mark.parametrize(
     ("arguments", "requested"),
-    [((), False), (("overlap.bucket_size_mb=3",), True), (("--devices", "2"), True)],
+    [
+        ((), False),
+        (("overlap.bucket_size_mb=3",), True),
+        (("--devices", "2", "training.micro_batch_size=8", "overlap.bucket_size_mb=3"), True),
+    ],
 )
 def test_a_default_that_can_have_no_effect_is_no_request(arguments: tuple[str, ...], requested: bool) -> None:
     asked, idle = bucket_in_check(*arguments)

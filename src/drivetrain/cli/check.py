@@ -150,7 +150,7 @@ def _optimisations(loaded: "LoadedConfig", facts: "LaunchFacts") -> list[dict[st
         {
             "name": entry.name,
             "field": entry.field,
-            "requested": entry.requested(loaded.config),
+            "requested": entry.is_asked_for(loaded.config, facts),
             "no_effect_because": entry.applies(loaded.config, facts),
         }
         for entry in catalogue()

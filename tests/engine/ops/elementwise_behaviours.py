@@ -15,7 +15,7 @@ from drivetrain.engine.ops.discovery import operator_named
 from drivetrain.engine.ops.operator import Outputs
 from drivetrain.engine.ops.selection import Selection
 
-__all__ = ["BEHAVIOURS", "CALLS", "call_of"]
+__all__ = ["BEHAVIOURS", "CALLS", "a_gradient_of_a_gradient_is_refused", "call_of"]
 
 CALLS: dict[str, str] = {
     "rms_norm": "Gemma's offset",
@@ -159,6 +159,20 @@ def only_some_gradients_may_be_wanted(name: str, backend: str) -> None:
         alone = tensors(call(**given))[0]
         (found,) = torch.autograd.grad(alone, [leaf], torch.ones_like(alone))
         near(found, gradient, "the only gradient")
+
+
+def a_gradient_of_a_gradient_is_refused(name: str, backend: str) -> None:
+    """Backward of our own is differentiable once, and is no constant. (Not of eager, nor of rotations.)"""
+    if name == "rotary":
+        return
+    call, given = call_of(name, backend)
+    leaf = leaves_of(given)[0]
+    try:
+        (gradient,) = torch.autograd.grad(tensors(call(**given))[0].square().sum(), [leaf], create_graph=True)
+        torch.autograd.grad(gradient.sum(), [leaf])
+    except RuntimeError:
+        return
+    raise AssertionError("a second derivative was computed")
 
 
 BEHAVIOURS: tuple[Callable[[str, str], None], ...] = (

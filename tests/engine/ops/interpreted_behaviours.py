@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
-from elementwise_behaviours import BEHAVIOURS, CALLS, call_of
+from elementwise_behaviours import BEHAVIOURS, CALLS, a_gradient_of_a_gradient_is_refused, call_of
 from interpreter import use_exact_bfloat16
 
 from drivetrain.engine.ops.discovery import operator_named
@@ -77,6 +77,7 @@ def rows_of_a_huge_stride_are_found(name: str, backend: str) -> None:
 
 CHECKS: tuple[Callable[[str, str], None], ...] = (
     *BEHAVIOURS,
+    a_gradient_of_a_gradient_is_refused,
     custom_operators_pass_torchs_own_checks,
     rows_of_a_huge_stride_are_found,
 )

@@ -24,6 +24,14 @@ from drivetrain.engine.ops.modules_elementwise import (
 from drivetrain.engine.ops.selection import Selection
 from drivetrain.errors import DrivetrainError
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    # Dynamo looks at every tensor that it meets, and hides this one warning itself, unless warnings are errors.
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"
+    ),
+]
+
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "ops-elementwise.md"
 
 

@@ -16,6 +16,14 @@ from drivetrain.engine.ops.discovery import operator_named
 from drivetrain.engine.ops.numerics import Upstream, grade
 from drivetrain.engine.ops.operator import Backend, Case, Operator, serves_all
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    # Dynamo looks at every tensor that it meets, and hides this one warning itself, unless warnings are errors.
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"
+    ),
+]
+
 NAMES = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "bias_dropout_add", "rotary", "glu")
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS: tuple[Upstream, ...] = ("dense", "expanded", "transposed")
@@ -47,6 +55,29 @@ def test_eager_is_as_near_to_float64_as_the_reference(name: str, dtype: str, ups
 
 QUICK = (("add_rms_norm", "odd sizes", "bfloat16"), ("glu", "silu, packed", "bfloat16"))
 
+COMPILED = {
+    "rms_norm": ("one feature", "Gemma's offset", "rounded before the weight"),
+    "layer_norm": ("one dimension", "many rows", "no bias"),
+    "add_rms_norm": ("no rows", "many rows", "rows of zeros", "large values", "residual in fp32"),
+    "add_layer_norm": ("gaps between rows", "small values", "weight in fp32"),
+    "bias_dropout_add": ("no bias", "many rows", "columns first in memory"),
+    "rotary": (
+        "half, 80 of 96 features",
+        "half, angles in fp32",
+        "interleaved, 6 of 16 features",
+        "two leading dimensions",
+        "inside a packed product",
+    ),
+    "glu": (
+        "gelu_tanh, two tensors",
+        "gelu_erf, packed",
+        "no rows",
+        "columns first in memory, packed",
+        "large values, silu",
+    ),
+}
+"""Each takes two compilations of some seconds; all cases are eager's and Triton's."""
+
 
 @pytest.mark.parametrize(("name", "case", "dtype"), QUICK)
 def test_compiled_code_is_as_near_to_float64_as_the_reference(name: str, case: str, dtype: str) -> None:
@@ -57,25 +88,28 @@ def test_compiled_code_is_as_near_to_float64_as_the_reference(name: str, case: s
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
-def test_compiled_code_passes_the_whole_grid(name: str, dtype: str) -> None:
+def test_compiled_code_passes_its_part_of_the_grid(name: str) -> None:
     operator = operator_named(name)
-    assert problems_of(operator, "inductor", operator.cases(), dtype, "dense") == []
+    cases = [case for case in operator.cases() if case.name in COMPILED[name]]
+    assert len(cases) == len(COMPILED[name])
+    found = []
+    for number, case in enumerate(cases):
+        found += problems_of(operator, "inductor", [case], DTYPES[number % 3], "dense")
+    assert found == []
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("upstream", LAYOUTS[1:])
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled_code_reads_gradients_of_any_layout(name: str, upstream: Upstream) -> None:
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("add_layer_norm", "odd sizes"), ("rotary", "half, 6 of 16 features"), ("glu", "silu, packed")],
+)
+def test_compiled_code_reads_gradients_of_any_layout(name: str, case: str, upstream: Upstream) -> None:
     operator = operator_named(name)
-    cases = [
-        case
-        for case in operator.cases()
-        if case.name in ("odd sizes", "half, 6 of 16 features", "silu, packed")
-    ]
+    cases = [one for one in operator.cases() if one.name == case]
     assert len(cases) == 1
     assert problems_of(operator, "inductor", cases, "float32", upstream) == []
 

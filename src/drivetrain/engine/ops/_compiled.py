@@ -45,7 +45,11 @@ def compiled(formula: Callable[..., Result]) -> Callable[..., Result]:
     def call(*arguments: Any) -> Result:
         if torch.compiler.is_compiling():
             return formula(*arguments)
-        key = (torch.is_grad_enabled(), *map(_layout, arguments))
+        recording = torch.is_grad_enabled()
+        if not recording:
+            # Whether a gradient is wanted says nothing then, and would compile once more.
+            arguments = tuple(one.detach() if isinstance(one, Tensor) else one for one in arguments)
+        key = (recording, *map(_layout, arguments))
         variant = variants.get(key)
         if variant is None:
             if len(variants) >= MOST_LAYOUTS:

@@ -1,7 +1,7 @@
 """``drivetrain ops list | check``: the operators with their backends, and each backend graded against float64."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,9 +11,6 @@ from drivetrain.cli.output import show_document
 from drivetrain.errors import DrivetrainError
 
 if TYPE_CHECKING:
-    import torch
-
-    from drivetrain.engine.ops.numerics import Grade
     from drivetrain.engine.ops.operator import Backend, Operator
 
 __all__ = ["register"]
@@ -30,7 +27,6 @@ Example:
   drivetrain ops check rms_norm rotary --backend inductor --dtype bf16
 """
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _WRONG = 1
 
 _Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these operators.")]
@@ -73,11 +69,11 @@ def check(
     json: _AsJson = False,
 ) -> None:
     require_packages("torch")
+    from drivetrain.engine.ops.grid import DTYPES, graded
+
     found = _named(names)
     _refuse_unknown_backends(found, backend or ())
-    dtypes = _dtypes_of(dtype or list(_DTYPES))
-    _refuse_missing_device(device)
-    rows = list(_graded(found, backend or (), dtypes, device))
+    rows = list(graded(found, backend or (), dtype or list(DTYPES), device, progress=_progress))
     wrong = [row for row in rows if row["problems"]]
     if json:
         show_document({"device": device, "graded": rows, "wrong": len(wrong)})
@@ -85,6 +81,10 @@ def check(
         _show(rows)
     if wrong:
         raise typer.Exit(_WRONG)
+
+
+def _progress(said: str) -> None:
+    print(said, file=sys.stderr, flush=True)
 
 
 def _named(names: Sequence[str] | None) -> "tuple[Operator, ...]":
@@ -126,75 +126,6 @@ def _refuse_unknown_backends(found: "Sequence[Operator]", asked: Sequence[str]) 
             raise DrivetrainError(
                 f"--backend {name}: there is no such backend; there are: {', '.join(known)}"
             )
-
-
-def _dtypes_of(asked: Sequence[str]) -> "dict[str, torch.dtype]":
-    import torch
-
-    for name in asked:
-        if name not in _DTYPES:
-            raise DrivetrainError(f"--dtype {name} is none of {', '.join(_DTYPES)}")
-    return {name: getattr(torch, _DTYPES[name]) for name in dict.fromkeys(asked)}
-
-
-def _refuse_missing_device(device: str) -> None:
-    import torch
-
-    if device not in ("cpu", "cuda"):
-        raise DrivetrainError(f"--device {device} is neither cpu nor cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DrivetrainError("--device cuda: torch sees no CUDA device here; use --device cpu")
-
-
-def _graded(
-    found: "Sequence[Operator]", backends: Sequence[str], dtypes: "dict[str, torch.dtype]", device: str
-) -> Iterator[dict[str, Any]]:
-    """A row for each backend and dtype of each operator."""
-    from drivetrain.engine.ops.numerics import grade
-
-    for one in found:
-        for backend in one.backends:
-            if backends and backend.name not in backends:
-                continue
-            for name, dtype in dtypes.items():
-                cases = [case for case in one.cases() if dtype in case.dtypes]
-                grades: list[tuple[str, Grade]] = []
-                for number, case in enumerate(cases, start=1):
-                    said = f"{one.name} {backend.name} {name}: case {number} of {len(cases)}, {case.name}"
-                    print(said, file=sys.stderr, flush=True)
-                    grades.append((case.name, grade(one, backend, case, dtype, device=device)))
-                yield _row(one, backend, name, grades)
-
-
-def _row(
-    one: "Operator", backend: "Backend", dtype: str, grades: "Sequence[tuple[str, Grade]]"
-) -> dict[str, Any]:
-    ran = [(case, found) for case, found in grades if found.refused is None]
-    shares = [
-        (figure.error / figure.allowed, case, figure)
-        for case, found in ran
-        for figure in found.measured
-        if figure.allowed > 0
-    ]
-    worst = max(shares, key=lambda share: share[0], default=None)
-    refusals = {case: found.refused for case, found in grades if found.refused is not None}
-    return {
-        "operator": one.name,
-        "backend": backend.name,
-        "dtype": dtype,
-        "cases": len(ran),
-        "refused": refusals,
-        "problems": [f"{case}: {problem}" for case, found in ran for problem in found.problems],
-        "worst": None
-        if worst is None
-        else {
-            "case": worst[1],
-            "what": worst[2].what,
-            "error": worst[2].error,
-            "reference_error": worst[2].reference_error,
-            "allowed": worst[2].allowed,
-        },
-    }
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:

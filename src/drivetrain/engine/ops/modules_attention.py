@@ -86,6 +86,8 @@ class Attention(nn.Module):
         return attended.view(x.shape)
 
 
+# Both build what the host reads; traced, it would be constants of a graph.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_rows(mask: Mask, rows: int, length: int) -> Mask:
     borders = (
         torch.arange(0, rows * length + 1, length, dtype=torch.int32)
@@ -104,6 +106,7 @@ def _by_rows(mask: Mask, rows: int, length: int) -> Mask:
     return mask
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _positions(mask: Mask, tokens: int) -> Tensor:
     """(T,) int64: numbers from 0 in each document, and 0 behind the last border."""
     if mask.documents is None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from drivetrain.engine.ops.operator import Backend, Operator, Outputs
 from drivetrain.engine.ops.signature import Signature, signature_of
 from drivetrain.errors import DrivetrainError
@@ -43,7 +45,7 @@ class Selection:
         requested: names of backends by operator; ``auto`` where an operator is not named.
         tuned: gives the name of the backend that was tuned for a call; None: nothing was.
         allow_fallback: whether ``eager`` serves, with a recorded reason, where the requested one cannot.
-        choices: of each call seen.
+        choices: of each call seen. One that torch.compile was the first to see is not among them, and is no fallback.
         served: calls by operator and backend. Calls inside compiled code are not counted: there Python does not run.
     """
 
@@ -63,8 +65,17 @@ class Selection:
         choice = self.choices.get(signature)
         if choice is None:
             choice = self.choose(operator, signature)
-            self.choices[signature] = choice
-        self.served[operator.name, choice.backend.name] += 1
+            if not torch.compiler.is_compiling():
+                self.choices[signature] = choice
+            elif choice.is_fallback:
+                # What is made while tracing cannot be kept, and a fallback that is not recorded is a silent one.
+                raise DrivetrainError(
+                    f"{choice.reason}; {choice.backend.name} would serve, but compiled code cannot record that: "
+                    "call it once uncompiled, on these shapes"
+                )
+        # Traced, the count would be a guard, and each call would compile anew.
+        if not torch.compiler.is_compiling():
+            self.served[operator.name, choice.backend.name] += 1
         return choice.backend.call(**given)
 
     def choose(self, operator: Operator, signature: Signature) -> Choice:

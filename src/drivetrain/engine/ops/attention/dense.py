@@ -25,31 +25,36 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL, scale: float
 
     Memory grows with the square of a document's length.
     """
-    spans = check_call(q, k, v, mask)
     scale = softmax_scale(q, scale)
-    seed = 0
-    if mask.dropout is not None:
-        seed = int(draw_seed()) if mask.dropout.seed is None else mask.dropout.seed
-    heads_per_group = q.shape[1] // max(k.shape[1], 1)
+    if mask.documents is not None:
+        out: Tensor = _by_documents(q, k, v, mask, scale)
+        return out
+    (span,) = check_call(q, k, v, mask)
+    return _document(q, k, v, mask, span, scale, _seed(mask))
+
+
+# Traced, the borders would be constants of a graph, and each packing would compile another.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_documents(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    spans, seed = check_call(q, k, v, mask), _seed(mask)
     outs = []
     for span in spans:
-        out = _document(
-            q[span.first_q : span.last_q],
-            k[span.first_k : span.last_k].repeat_interleave(heads_per_group, dim=1),
-            v[span.first_k : span.last_k].repeat_interleave(heads_per_group, dim=1),
-            mask,
-            span,
-            scale,
-            seed,
-        )
-        outs.append(out)
-    outs.append(torch.zeros_like(q[spans[-1].last_q :]))
-    return torch.cat(outs)
+        queries, keys = slice(span.first_q, span.last_q), slice(span.first_k, span.last_k)
+        outs.append(_document(q[queries], k[keys], v[keys], mask, span, scale, seed))
+    return torch.cat([*outs, torch.zeros_like(q[spans[-1].last_q :])])
+
+
+def _seed(mask: Mask) -> int:
+    if mask.dropout is None:
+        return 0
+    return int(draw_seed()) if mask.dropout.seed is None else mask.dropout.seed
 
 
 def _document(
-    q_LHK: Tensor, k_MHK: Tensor, v_MHK: Tensor, mask: Mask, span: Span, scale: float, seed: int
+    q_LHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, mask: Mask, span: Span, scale: float, seed: int
 ) -> Tensor:
+    heads_per_group = q_LHK.shape[1] // k_MGK.shape[1]
+    k_MHK, v_MHK = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_MGK, v_MGK))
     rows, columns, device = range(span.queries), range(span.keys), q_LHK.device
     pattern = pattern_of(mask, span)
     scores_HLM = (q_LHK.transpose(0, 1) @ k_MHK.permute(1, 2, 0)) * scale

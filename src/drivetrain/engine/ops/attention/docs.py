@@ -129,8 +129,11 @@ heads.
 Each is held to {factor} times the error against float64 that the dense softmax makes in the same dtype, outputs and
 gradients; what has not run on a device is graded on none. In bf16 and fp16 `eager` has ALiBi under a causal mask as
 columns of queries and keys, without a bias of the size of the scores; in fp32 the sums of such columns lose digits, and
-it adds a bias. `chunked` and `triton` are called by compiled code without breaking its graph; `eager` with documents
-breaks it, since the host cuts by the borders.
+it adds a bias.
+
+Compiled code (`torch.compile`) calls `chunked` and `triton` without breaking its graph, and another packing compiles
+nothing. It has `eager` and `dense` in its graph where the mask has no documents. Elsewhere the graph breaks, as borders
+that the host reads would otherwise be its constants.
 """
 
 

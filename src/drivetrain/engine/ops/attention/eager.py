@@ -35,9 +35,21 @@ def supports(signature: Signature) -> str | None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL, scale: float | None = None) -> Tensor:
-    """As the reference. With dropout SDPA leaves its fast kernel for one whose memory is quadratic (on a CPU)."""
-    spans = check_call(q, k, v, mask)
+    """As the reference. With dropout SDPA leaves its fast kernel for one whose memory is quadratic (on a CPU).
+
+    Compiled code has it in its graph where the mask has no documents.
+    """
     scale = softmax_scale(q, scale)
+    if mask.documents is not None:
+        out: Tensor = _by_documents(q, k, v, mask, scale)
+        return out
+    return _run(q, k, v, check_call(q, k, v, mask), mask, scale)
+
+
+# Traced, the borders would be constants of a graph, and each packing would compile another.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_documents(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    spans = check_call(q, k, v, mask)
     runs = [list(run) for _, run in groupby(spans, lambda span: (span.queries, span.keys, span.prefix))]
     if len(runs) == 1 and spans[-1].last_q == len(q) and spans[-1].last_k == len(k):
         return _run(q, k, v, runs[0], mask, scale)

@@ -60,6 +60,8 @@ def supports(signature: Signature) -> str | None:
     return why
 
 
+# Traced, the borders would be constants of a graph, and each packing would compile another.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL, scale: float | None = None) -> Tensor:
     """As the reference. Its backward pass is asked to be deterministic."""
     from flash_attn import flash_attn_varlen_func

@@ -43,6 +43,8 @@ def supports(signature: Signature) -> str | None:
     return refuse_dtypes(signature, torch.float32, torch.float16, torch.bfloat16)
 
 
+# Traced, the borders would be constants of a graph, and each packing would compile another.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL, scale: float | None = None) -> Tensor:
     """As the reference."""
     from torch.nn.attention.flex_attention import create_block_mask

@@ -19,6 +19,10 @@ from drivetrain.errors import DrivetrainError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    # Dynamo makes an object of what it traces.
+    pytest.mark.filterwarnings(
+        "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
+    ),
     # Dynamo looks at every tensor that it meets, and hides this one warning itself, unless warnings are errors.
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"

@@ -141,6 +141,7 @@ def test_compiled_code_calls_it_without_breaking_the_graph_and_another_packing_c
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Torch's own, when Inductor is imported.
 def test_inductor_compiles_what_lies_around_it() -> None:
     """pytorch#180642: compiled custom operators gave wrong outputs."""
 

@@ -68,6 +68,15 @@ def test_a_mask_that_sdpa_cannot_say_is_made_for_a_document_not_for_all_tokens()
     assert seen.names[FLASH] == 1
 
 
+def test_a_window_makes_nothing_larger_than_window_times_document() -> None:
+    given = _drawn(2048)
+    with _Operators() as seen:
+        eager.attention(*given, Mask(window=64))
+    assert seen.names[FLASH] == 2048 // eager.LEAST_QUERIES
+    assert seen.largest <= eager.LEAST_QUERIES * (eager.LEAST_QUERIES + 64) * 8, "distances of a block"
+    assert seen.largest < 2048 * 2048 / 4
+
+
 def test_dropout_takes_another_kernel_as_its_docstring_says() -> None:
     with _Operators() as seen:
         eager.attention(*_drawn(60), Mask(dropout=Dropout(0.1)))

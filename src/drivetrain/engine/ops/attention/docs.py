@@ -74,7 +74,7 @@ _WHAT = {
 }
 
 _MEMORY = {
-    "eager": "L, or L² for a mask that is not plain causal or full, and with dropout on a CPU",
+    "eager": "L; L × W under a window; L² for other masks than causal and full, and with dropout on a CPU",
     "dense": "H L²",
     "chunked": "L",
     "flex": "L on CUDA; H L² on a CPU",

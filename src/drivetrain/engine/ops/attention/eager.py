@@ -1,7 +1,8 @@
 """Attention by torch's SDPA, document by document.
 
 A run of neighbouring documents of equal lengths is a reshape and one call, so that whole sequences cost one call
-whatever the batch. Where SDPA's own causal mask says all, nothing of the size of a document squared is made. Against
+whatever the batch. Where SDPA's own causal mask says all, nothing of the size of a document squared is made; under a
+window, nothing larger than window times document. Against
 one S x S mask over packed documents the gradients were found equal to the bit, and the time a multiple less.
 """
 
@@ -17,7 +18,10 @@ from drivetrain.engine.ops.attention.mask import CAUSAL, Mask, Span
 from drivetrain.engine.ops.attention.pattern import Pattern, pattern_of
 from drivetrain.engine.ops.signature import Signature
 
-__all__ = ["attention", "refuses", "supports"]
+__all__ = ["LEAST_QUERIES", "attention", "refuses", "supports"]
+
+LEAST_QUERIES = 256
+"""Under a window, queries are cut into blocks of its length, but no shorter ones: each block is a call."""
 
 
 def refuses(mask: Mask, _crosses: bool) -> str | None:
@@ -71,10 +75,31 @@ def _run(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, run: list[Span], mask: Mas
     q, k, v = (x.reshape(documents, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
     pattern = pattern_of(mask, span)
     rows, columns = range(span.queries), range(span.keys)
-    causal, bias = _causal_alone(pattern, span), None
+    block = max(pattern.window, LEAST_QUERIES)
+    if pattern.window == 0 or _causal_alone(pattern, rows) or span.queries <= block:
+        out = _rectangle(q, k, v, pattern, rows, columns, mask, scale)
+    else:
+        outs = []
+        for number, q_block in enumerate(torch.split(q, block, dim=2)):
+            rows = range(number * block, number * block + q_block.shape[2])
+            columns = pattern.keys(rows, span.keys)
+            k_block, v_block = (x[:, :, columns.start : columns.stop] for x in (k, v))
+            outs.append(_rectangle(q_block, k_block, v_block, pattern, rows, columns, mask, scale))
+        out = torch.cat(outs, dim=2)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _rectangle(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: range, columns: range, mask: Mask, scale: float
+) -> Tensor:
+    """(N, H, rows, K): queries of these numbers in their documents, keys of those; all that is seen is among them."""
+    if len(columns) == 0:
+        return zeros(q, k, v)
+    causal, bias = _causal_alone(pattern, rows) and columns.start == 0, None
     seen = None if causal else pattern.allowed(rows, columns, q.device)
     width = q.shape[-1]
-    if mask.slopes is not None and _by_columns(q, mask, span):
+    if mask.slopes is not None and _by_columns(q, pattern, columns):
+        # The columns of keys count from the first that is here: a constant of each row, as any.
         q, k, v = with_bias_columns(q, k, v, mask.slopes, scale)
     elif mask.slopes is not None:
         bias, causal, seen = _bias(q, mask.slopes, pattern, rows, columns), False, None
@@ -88,20 +113,20 @@ def _run(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, run: list[Span], mask: Mas
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out[..., :width].transpose(1, 2).flatten(0, 1)
+    return out[..., :width]
 
 
-def _causal_alone(pattern: Pattern, span: Span) -> bool:
-    """Whether SDPA's causal mask, aligned top left, is the whole pattern."""
-    window_idle = pattern.window == 0 or pattern.window >= span.queries + pattern.offset
-    return pattern.causal and pattern.offset == 0 and window_idle and pattern.prefix <= 1
+def _causal_alone(pattern: Pattern, rows: range) -> bool:
+    """Whether SDPA's causal mask, aligned top left, is the whole pattern of these queries."""
+    window_idle = pattern.window == 0 or pattern.window >= rows.stop + pattern.offset
+    return pattern.causal and pattern.offset == 0 and rows.start == 0 and window_idle and pattern.prefix <= 1
 
 
-def _by_columns(q: Tensor, mask: Mask, span: Span) -> bool:
+def _by_columns(q: Tensor, pattern: Pattern, columns: range) -> bool:
     """In fp32 the sum of a large column and a small product loses digits that the dense softmax keeps; and columns
     are linear in the distance, which a query has on both sides where it sees later keys."""
-    linear = mask.causal and span.prefix <= 1
-    return q.dtype in (torch.bfloat16, torch.float16) and linear and span.keys <= MOST_KEYS
+    linear = pattern.causal and pattern.prefix <= 1
+    return q.dtype in (torch.bfloat16, torch.float16) and linear and len(columns) <= MOST_KEYS
 
 
 def _bias(q_NHLK: Tensor, slopes_H: Tensor, pattern: Pattern, rows: range, columns: range) -> Tensor:

@@ -84,7 +84,11 @@ def live_bytes(tokens: int, seed: int = 0, heads: int = 8, width: int = 64) -> t
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # Its cases are real tensors: imported for the first time where none are real, it would not be.
+    import drivetrain.engine.ops.attention
     from drivetrain.engine.memory import LiveBytes
+
+    assert drivetrain.engine.ops.attention.OPERATOR.backend("eager") is not None
 
     peaks = []
     for side in (0, 1):

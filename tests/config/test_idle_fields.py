@@ -56,6 +56,14 @@ CASES = {
         ["parallelism.pipeline_schedule=zbv"],
         ["parallelism.pipeline_schedule=zbv", "parallelism.pipeline_model_parallel_size=2"],
     ),
+    "parallelism.rank_order": (
+        ["parallelism.rank_order=pp-tp-cp-dp", "parallelism.tensor_model_parallel_size=2"],
+        [
+            "parallelism.rank_order=pp-tp-cp-dp",
+            "parallelism.tensor_model_parallel_size=2",
+            "parallelism.pipeline_model_parallel_size=2",
+        ],
+    ),
     "parallelism.hybrid_shard_size": (["parallelism.hybrid_shard_size=1"], []),
     "parallelism.reduce_each_micro_batch": (["parallelism.reduce_each_micro_batch=true"], []),
     "parallelism.zero_stage": (["parallelism.zero_stage=1"], []),
@@ -86,6 +94,24 @@ def test_what_only_several_processes_use_depends_on_the_launch() -> None:
         "overlap.bucket_size_mb",
     ]
     assert idle_fields(config, LaunchFacts(world_size=2)) == []
+
+
+def test_an_order_of_ranks_is_idle_where_the_dimensions_with_several_keep_theirs() -> None:
+    def idle(order: str, world_size: int, *sizes: str) -> list[str]:
+        overrides = [f"parallelism.rank_order={order}", "training.micro_batch_size=1", *sizes]
+        config = load_config("llama-2m", overrides).config
+        return [one.field for one in idle_fields(config, LaunchFacts(world_size))]
+
+    tensor, pipeline = (
+        "parallelism.tensor_model_parallel_size=2",
+        "parallelism.pipeline_model_parallel_size=2",
+    )
+    assert idle("dp-pp-cp-tp", 1) == idle("dp-pp-cp-tp", 4) == ["parallelism.rank_order"], (
+        "data parallelism alone"
+    )
+    assert idle("cp-tp-dp-pp", 4, tensor) == ["parallelism.rank_order"]
+    assert idle("dp-pp-cp-tp", 4, tensor) == idle("tp-cp-dp-pp", 4, pipeline) == []
+    assert idle("tp-tp-pp-dp", 4) == [], "a rule refuses it"
 
 
 def test_fields_of_data_parallelism_depend_on_the_ranks_that_are_left_for_it() -> None:

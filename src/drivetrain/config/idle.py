@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from drivetrain.config.derive import data_parallel_size
-from drivetrain.config.layout import stage_plan
+from drivetrain.config.layout import ORDER, is_order, stage_plan
 from drivetrain.config.leaves import leaf_values, leaves
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.config.schema import RunConfig
@@ -70,6 +70,20 @@ def _tied_at_two_ends(config: RunConfig) -> bool:
     except ConfigurationError:  # stages that do not fit are a rule's affair
         return True
     return first != last
+
+
+def _numbered_as_by_default(config: RunConfig, facts: LaunchFacts) -> bool:
+    """The dimensions that have several ranks follow each other as by default. What is no order is a rule's affair."""
+    parallelism = config.parallelism
+    several = {
+        "tp": parallelism.tensor_model_parallel_size > 1,
+        "pp": parallelism.pipeline_model_parallel_size > 1,
+        "dp": data_parallel_size(config, facts.world_size) > 1,
+    }
+    order = parallelism.rank_order
+    return is_order(order) and (
+        [dim for dim in order.split("-") if several.get(dim)] == [dim for dim in ORDER if several.get(dim)]
+    )
 
 
 def _section(name: str, *without: str) -> tuple[str, ...]:
@@ -174,7 +188,12 @@ _CONDITIONS = (
         "no two ranks hold the same weights",
     ),
     _Condition(
-        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes", "parallelism.rank_order"),
+        ("parallelism.rank_order",),
+        _numbered_as_by_default,
+        "the dimensions that have more than one rank follow each other as by default",
+    ),
+    _Condition(
+        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes"),
         lambda _, facts: facts.world_size == 1,
         "one process has nobody to communicate with",
     ),

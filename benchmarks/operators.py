@@ -27,6 +27,7 @@ from typing import Any
 from harness.attention_workloads import attention_workloads, live_bytes_claim
 from harness.claims import Claim, claim_of_times, document
 from harness.elementwise_workloads import TOKENS, elementwise_workloads
+from harness.product_workloads import loss_live_bytes_claim, product_workloads
 from harness.quiet import Usage, foreign_share, wait_until_quiet
 from harness.session import a_against_a
 from harness.sides import Sides
@@ -42,7 +43,7 @@ WORKLOADS: dict[str, Callable[[], Sides]] = {
         for key, build in elementwise_workloads().items()
     },
     **attention_workloads(),
-    # Linear and cross-entropy, products: each adds entries here, by key a function that builds the sides.
+    **product_workloads(),
 }
 """All workloads, in the order in which they run."""
 
@@ -251,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     claims = claims_of(start("quick" if options.quick else "full", keys))
     if not options.only:
-        claims.append(live_bytes_claim())
+        claims += [live_bytes_claim(), loss_live_bytes_claim()]
     for claim in claims:
         print(
             f"{claim.ratio:.3f} [{claim.low:.3f}, {claim.high:.3f}] {claim.claim} | {claim.peer}",

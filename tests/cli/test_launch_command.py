@@ -153,6 +153,9 @@ def test_groups_that_leave_a_host_are_warned_of(place: Place) -> None:
         (("--kubernetes", *CLUSTER, "--volume", "training"), "expected NAME:PATH"),
         (("--slurm", "--volume", "/scratch:/data"), "add --container"),
         (("--slurm", "--name", "a b"), "run.name"),
+        (("--slurm", "--name", ""), "run.name"),
+        (("--slurm", "--name", '"x"'), "run.name"),
+        (("--slurm", "--out", ""), "give another --out"),
         (("--slurm", "--name", "one", "run.name=other"), "--name one and run.name=other"),
         (("--slurm", "--time", "soon"), "days-hours:minutes"),
         (("--slurm", "--time", "3"), "give more than 240 s"),
@@ -168,7 +171,16 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert words in place.refused("llama-2m", *arguments)
 
 
+def test_a_name_is_a_name_also_where_it_is_the_word_for_no_value(place: Place) -> None:
+    document = place.launch("llama-2m", "--slurm", "--name", "none")
+    assert document["file"] == "none.sbatch"
+    assert 'run.name="none"' in place.arguments(document)
+    assert "#SBATCH --job-name=none\n" in place.script(document)
+
+
 def test_no_file_is_overwritten(place: Place) -> None:
+    (place.folder / "link.sbatch").symlink_to("nowhere")
+    assert "is there already" in place.refused("llama-2m", "--slurm", "--out", "link.sbatch")
     (place.folder / "job.sbatch").write_text("mine")
     assert "is there already" in place.refused("llama-2m", "--slurm", "--out", "job.sbatch")
     assert (place.folder / "job.sbatch").read_text() == "mine"
@@ -233,3 +245,14 @@ def test_a_pod_that_reads_data_from_nowhere_is_noted(place: Place) -> None:
     assert "data_path" not in place.notes
     place.launch("llama-2m", "--kubernetes", *CLUSTER, "data.data_path=/database/corpus")
     assert "/database/corpus is on no volume: it must be in the image" in place.notes
+
+
+def test_a_container_that_reads_data_from_nowhere_is_noted(place: Place) -> None:
+    mounted = ("--slurm", "--container", "image:1", "--volume", "/scratch:/data")
+    for inside in ("data.data_path=/data/corpus", "data.data_path=corpus"):
+        place.launch("llama-2m", *mounted, inside)
+        assert "data_path" not in place.notes
+    place.launch("llama-2m", *mounted, "data.data_path=/scratch/corpus")
+    assert "/scratch/corpus is on no volume: it must be in the image" in place.notes
+    place.launch("llama-2m", "--slurm", "data.data_path=/scratch/corpus")
+    assert "data_path" not in place.notes, "there is no container"

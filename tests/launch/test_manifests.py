@@ -197,6 +197,7 @@ def test_the_first_pod_serves_the_rendezvous_and_each_logs_by_its_name(index: in
         ({"volumes": ()}, "give --volume CLAIM:/data and run.runs_dir=/data/runs"),
         ({"runs_dir": "runs"}, "on no volume"),
         ({"runs_dir": "/database/runs"}, "on no volume"),
+        ({"runs_dir": "/data/../tmp"}, "on no volume"),
         ({"volumes": (Volume("Training", "/data"),)}, "'training' would do"),
         ({"volumes": (Volume("a", "/data"), Volume("b", "/data/"))}, "taken by something else"),
         ({"volumes": (Volume("a", "/"),)}, "taken by something else"),

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -161,6 +162,30 @@ def test_mounts_that_would_be_read_as_several_are_refused() -> None:
         slurm_script(job_of(volumes=(Volume("scratch", "/data"),)), SlurmOptions(Path("/home")))
     with pytest.raises(DrivetrainError, match="cannot be mounted"):
         slurm_script(job_of(), SlurmOptions(Path("/home/a,b")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"runs_dir": "/scratch/runs"}, "give --volume /scratch/runs:/scratch/runs"),
+        ({"runs_dir": "../runs"}, "on no volume"),
+        ({"runs_dir": "/data/../runs"}, "on no volume"),
+        ({"config": "/etc/mine.toml"}, "give --volume /etc:/etc"),
+        ({"volumes": (Volume("/a", "/data"), Volume("/b", "/data/"))}, "taken by something else"),
+        ({"volumes": (Volume("/a", "/home"), Volume("/b", "/data"))}, "taken by something else"),
+    ],
+)
+def test_a_container_that_would_lose_or_miss_a_file_is_refused(changes: dict[str, Any], words: str) -> None:
+    with_mounts = {"volumes": (Volume("/scratch", "/data"),), **changes}
+    with pytest.raises(DrivetrainError, match=re.escape(words)):
+        slurm_script(job_of(**with_mounts), SlurmOptions(Path("/home")))
+    if "volumes" not in changes:
+        slurm_script(job_of(**changes, container=None, volumes=()), SlurmOptions(Path("/home")))
+
+
+def test_a_container_may_keep_its_run_and_its_configuration_where_it_starts() -> None:
+    job = job_of(volumes=(), runs_dir="runs", config="/home/mine.toml")
+    assert "--container-mounts=/home:/home" in slurm_script(job, SlurmOptions(Path("/home")))
 
 
 # What the ranks get.

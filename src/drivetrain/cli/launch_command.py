@@ -1,6 +1,8 @@
 """What ``drivetrain launch`` does: check for all processes, write one file, hand it over where that is asked."""
 
+import os
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,8 +81,9 @@ def run_launch(source: str, overrides: Sequence[str], wishes: Wishes, *, as_json
     _refuse_broken_rules(loaded, wishes)
     job = _job(loaded, [*overrides, *added], wishes, kind)
     text = _text(job, source, wishes, kind)
-    path = Path(wishes.out or f"{job.name}.{'sbatch' if kind == 'slurm' else 'json'}")
-    if path.exists():
+    default = f"{job.name}.{'sbatch' if kind == 'slurm' else 'json'}"
+    path = Path(wishes.out if wishes.out is not None else default)
+    if os.path.lexists(path):  # A link to nothing is there as well.
         raise DrivetrainError(f"{path} is there already; give another --out, or remove it")
     write_text(path, text)
     command = [program, str(path)] if kind == "slurm" else [program, "apply", "-f", str(path)]
@@ -97,7 +100,7 @@ def run_launch(source: str, overrides: Sequence[str], wishes: Wishes, *, as_json
     elif wishes.submit:
         print(document["submitted"])
     else:
-        print(f"{path}: submit it with: {' '.join(command)}")
+        print(f"{path}: submit it with: {shlex.join(command)}")
     return 0
 
 
@@ -106,6 +109,7 @@ def _configuration(
 ) -> "tuple[LoadedConfig, list[str]]":
     """The configuration that every process will have, and the overrides that it has from this verb."""
     from drivetrain.config import load_config
+    from drivetrain.tune.short_run import as_override
 
     loaded = load_config(source, overrides)
     if _is_run(source):
@@ -118,7 +122,9 @@ def _configuration(
         )
     added = []
     if given is None:
-        added.append(f"run.name={wishes.name or _new_name(loaded.name, kind)}")
+        name = wishes.name if wishes.name is not None else _new_name(loaded.name, kind)
+        # Also where the name is "none", which as a bare word would be no name at all.
+        added.append(as_override("run.name", name))
     if loaded.config.run.device == "auto":
         # The job asks for GPUs: a process that finds none must say so, and not train on its CPU.
         added.append("run.device=cuda")
@@ -238,6 +244,7 @@ def _say(loaded: "LoadedConfig", added: Sequence[str], job: "Job", wishes: Wishe
     """What a user should know of the job before it starts, on stderr."""
     from drivetrain.config import LaunchFacts, idle_fields, layout_of
     from drivetrain.config.hosts import crossing_groups
+    from drivetrain.launch.names import is_on_a_mount
 
     reasons = {
         "run.name": "job and run share a name, by which the run is found again",
@@ -251,9 +258,11 @@ def _say(loaded: "LoadedConfig", added: Sequence[str], job: "Job", wishes: Wishe
     for warning in crossing_groups(layout_of(loaded.config, job.world_size), job.per_node):
         print(f"warning: {warning}", file=sys.stderr)
     data = loaded.config.data.data_path
-    if "slurm" not in wishes.kinds and data is not None:
-        paths = [f"{volume.path.rstrip('/')}/" for volume in job.volumes]
-        if not any(data.startswith(folder) for folder in paths):
+    if job.container is not None and data is not None:
+        mounts = [volume.path for volume in job.volumes]
+        if "slurm" in wishes.kinds:
+            data, mounts = os.path.join(Path.cwd(), data), [*mounts, str(Path.cwd())]
+        if not is_on_a_mount(data, mounts):
             print(f"note: data.data_path = {data} is on no volume: it must be in the image", file=sys.stderr)
-    elif "slurm" in wishes.kinds and not path.resolve().parent.samefile(Path.cwd()):
+    if "slurm" in wishes.kinds and not path.resolve().parent.samefile(Path.cwd()):
         print("note: the job's own output goes to the folder that sbatch is called in", file=sys.stderr)

@@ -12,6 +12,7 @@ from typing import Any
 from drivetrain.errors import DrivetrainError
 from drivetrain.launch.job import READ_TIMEOUT_SECONDS, Job
 from drivetrain.launch.names import (
+    is_on_a_mount,
     require_absolute_path,
     require_claim,
     require_image,
@@ -134,8 +135,7 @@ def _check(job: Job, namespace: str | None, suffix: str) -> None:
         if volume.path.rstrip("/") in ["", *paths]:
             raise DrivetrainError(f"--volume: {volume.path} is taken by something else; give another path")
         paths.append(volume.path.rstrip("/"))
-    runs_dir = job.runs_dir.rstrip("/")
-    if not any(f"{runs_dir}/".startswith(f"{volume.path.rstrip('/')}/") for volume in job.volumes):
+    if not is_on_a_mount(job.runs_dir, [volume.path for volume in job.volumes]):
         folder = job.volumes[0].path.rstrip("/") if job.volumes else "/data"
         remedy = "" if job.volumes else f"--volume CLAIM:{folder} and "
         raise DrivetrainError(

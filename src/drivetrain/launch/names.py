@@ -1,13 +1,15 @@
 """Names and values that a scheduler accepts, checked before a file is written."""
 
+import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from drivetrain.errors import DrivetrainError
 from drivetrain.launch.quoting import require_text
 
 __all__ = [
     "environment_of",
+    "is_on_a_mount",
     "require_absolute_path",
     "require_claim",
     "require_image",
@@ -88,6 +90,12 @@ def require_absolute_path(option: str, path: str) -> None:
         raise DrivetrainError(
             f"{option}: {path!r} cannot be mounted: a path begins with '/' and holds no ':', ',' or '..'"
         )
+
+
+def is_on_a_mount(path: str, mounts: Iterable[str]) -> bool:
+    """Whether ``path`` is one of the folders ``mounts`` or below one, whatever ``..`` it is written with."""
+    place = f"{posixpath.normpath(path)}/"
+    return any(place.startswith(f"{mount.rstrip('/')}/") for mount in mounts)
 
 
 def require_image(image: str) -> None:

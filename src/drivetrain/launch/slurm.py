@@ -7,6 +7,7 @@ Options are those of sbatch(1) and srun(1). What the script relies on, all docum
 * SIGTERM to ``srun`` itself makes it kill its tasks, so that nothing is ever sent to it.
 """
 
+import posixpath
 import shlex
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,13 @@ from pathlib import Path
 from drivetrain import __version__
 from drivetrain.errors import DrivetrainError
 from drivetrain.launch.job import READ_TIMEOUT_SECONDS, Job
-from drivetrain.launch.names import require_absolute_path, require_image, require_slurm_word, slurm_seconds
+from drivetrain.launch.names import (
+    is_on_a_mount,
+    require_absolute_path,
+    require_image,
+    require_slurm_word,
+    slurm_seconds,
+)
 from drivetrain.launch.quoting import bash_word, require_text
 
 __all__ = ["SlurmOptions", "slurm_script"]
@@ -57,14 +64,14 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
     """The batch script.
 
     Raises:
-        DrivetrainError: a value that an ``#SBATCH`` line cannot hold, or a time limit without room to save.
+        DrivetrainError: a value that an ``#SBATCH`` line cannot hold, a time limit without room to save, or a container
+            without a mount for what the run needs and leaves.
     """
     _require_time_to_save(job, options)
     folder = require_text("the working directory", str(options.working_directory))
     if job.container is not None:
         require_image(job.container)
-        for path in (folder, *(path for volume in job.volumes for path in (volume.source, volume.path))):
-            require_absolute_path("a container's mount", path)
+        _require_mounts(job, folder)
     python = "python" if job.container is not None else require_text("the interpreter", sys.executable)
     agent = [python, *job.agent_arguments(), f"--max-restarts={job.max_restarts}"]
     lines = [
@@ -108,6 +115,30 @@ def _require_time_to_save(job: Job, options: SlurmOptions) -> None:
         raise DrivetrainError(
             f"--time {options.time} is {seconds} s, and the run is asked to save {job.grace_seconds} s before its end "
             f"(--grace): give more than {2 * job.grace_seconds} s, or a smaller --grace"
+        )
+
+
+def _require_mounts(job: Job, folder: str) -> None:
+    """Each path is mounted once, and what the run reads and leaves is on one of them."""
+    for path in (folder, *(path for volume in job.volumes for path in (volume.source, volume.path))):
+        require_absolute_path("a container's mount", path)
+    mounts = [folder]
+    for volume in job.volumes:
+        if volume.path.rstrip("/") in mounts:
+            raise DrivetrainError(f"--volume: {volume.path} is taken by something else; give another path")
+        mounts.append(volume.path.rstrip("/"))
+    runs_dir = posixpath.join(folder, job.runs_dir)
+    if not is_on_a_mount(runs_dir, mounts):
+        raise DrivetrainError(
+            f"run.runs_dir = {job.runs_dir} is on no volume, so that what the run saves would end with its container; "
+            f"give --volume {runs_dir}:{runs_dir}, or a folder in {folder}, which is mounted"
+        )
+    # A preset has a name and no path.
+    if job.config.startswith("/") and not is_on_a_mount(job.config, mounts):
+        place = posixpath.dirname(job.config)
+        raise DrivetrainError(
+            f"{job.config} is on no volume, so that the container does not have it; give --volume {place}:{place}, or "
+            f"put it in {folder}, which is mounted"
         )
 
 

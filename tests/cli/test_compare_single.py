@@ -182,6 +182,11 @@ def test_one_process_has_the_same_training_without_a_layout(tiny: Tiny) -> None:
         (["model.attention_dropout=0.1"], {}, "add model.attention_dropout=0$"),
         ([], {"beside": {"--probe": False, "--dry-run": True}}, "to which --dry-run does not belong"),
         (["training.global_batch_size=7"], {}, "global_batch_size"),
+        (
+            ["checkpoint.initial_load_path=step-00000002", "checkpoint.initial_load_model_only=false"],
+            {},
+            "^checkpoint.initial_load_model_only = false: .* step of step-00000002; take the weights alone",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_is_made(

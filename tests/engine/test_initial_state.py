@@ -87,6 +87,15 @@ def test_a_folder_of_weights_in_place_of_a_checkpoint_is_refused(tiny: Tiny, che
     assert "use checkpoint.initial_load_model_only=true" in refusal(tiny, at(checkpoint / "model"), STATE)
 
 
+def test_a_checkpoint_in_place_of_its_weights_is_refused_with_both_ways_to_use_it(
+    tiny: Tiny, checkpoint: Path
+) -> None:
+    said = refusal(tiny, at(checkpoint))
+    assert f"its weights alone are in {checkpoint / 'model'}" in said
+    assert "with checkpoint.initial_load_model_only=false the run goes on from it" in said
+    assert "is a checkpoint" not in refusal(tiny, at(checkpoint.parent))
+
+
 def change_a_byte(path: Path) -> None:
     file = path / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
@@ -133,6 +142,7 @@ def test_what_belongs_to_the_first_step_is_refused(
 ) -> None:
     said = refusal(tiny, at(checkpoint), STATE, beginning=beginning)
     assert said.startswith(f"{option} belongs to the first step of a run")
+    assert f"checkpoint.initial_load_path={checkpoint}/model checkpoint.initial_load_model_only=true" in said
     assert beginning.origin(load_config(str(tiny.file), [at(checkpoint / "model")]).config).probe == (
         option == "--probe"
     )

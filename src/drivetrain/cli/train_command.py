@@ -76,6 +76,7 @@ class Beginning:
                 raise DrivetrainError(
                     f"{given} belongs to the first step of a run, and this one goes on after a step of "
                     f"{loads.initial_load_path}; drop {given}, or take the weights alone with "
+                    f"checkpoint.initial_load_path={loads.initial_load_path}/model "
                     "checkpoint.initial_load_model_only=true"
                 )
         if self.parent is None:

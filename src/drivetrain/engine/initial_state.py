@@ -36,7 +36,7 @@ def require_usable_start(config: RunConfig) -> None:
         return
     path = former_state(config)
     if path is None:
-        require_same_model(Path(config.checkpoint.initial_load_path), config.model)
+        _require_usable_weights(Path(config.checkpoint.initial_load_path), config.model)
         return
     reason = damage(path)
     if reason is not None:
@@ -48,6 +48,18 @@ def require_usable_start(config: RunConfig) -> None:
             f"{path} was saved after step {found.step:,}, and training.train_iters = {config.training.train_iters:,} "
             f"leaves nothing to train; use {found.step + 1:,} or more"
         )
+
+
+def _require_usable_weights(path: Path, model: ModelConfig) -> None:
+    try:
+        require_same_model(path, model)
+    except CheckpointError as error:
+        if not (path / "state.json").is_file():
+            raise
+        raise CheckpointError(
+            f"{error}; {path} is a checkpoint: its weights alone are in {path / 'model'}, and with "
+            "checkpoint.initial_load_model_only=false the run goes on from it"
+        ) from error
 
 
 def _hint(path: Path, model: ModelConfig) -> str:

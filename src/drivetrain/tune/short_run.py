@@ -5,6 +5,7 @@ from typing import Any
 import tomlkit
 
 from drivetrain.config import RunConfig, decay_tokens, leaves, num_microbatches
+from drivetrain.errors import DrivetrainError
 from drivetrain.measure.clock import WARMUP_STEPS
 
 __all__ = ["as_override", "prefetched_steps", "short_run", "steps_to_run"]
@@ -31,7 +32,17 @@ def short_run(config: RunConfig, steps: int) -> list[str]:
     """Overrides for a run of ``steps`` steps at the learning rates with which the run of ``config`` begins.
 
     It is not evaluated, not profiled, and logs each step.
+
+    Raises:
+        DrivetrainError: that run goes on after another run's step, so that its beginning is none of these.
     """
+    start = config.checkpoint
+    if start.initial_load_path is not None and not start.initial_load_model_only:
+        raise DrivetrainError(
+            "checkpoint.initial_load_model_only = false: short runs that are compared begin at the first step, and "
+            f"this one goes on after a step of {start.initial_load_path}; take the weights alone with "
+            f"checkpoint.initial_load_path={start.initial_load_path}/model checkpoint.initial_load_model_only=true"
+        )
     overrides = [
         f"training.train_iters={steps}",
         "training.eval_iters=0",

@@ -41,6 +41,11 @@ class LayerNorm(nn.Module):
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """``forward`` with ``weight`` and ``bias`` in the place of the own ones."""
+        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+            # Torch sums the gradients of weight and bias row by row in 16 bits there: 7% off after 4,096 rows.
+            return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), self.epsilon).to(
+                x.dtype
+            )
         return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), self.epsilon)
 
 

@@ -160,6 +160,14 @@ CASES: Mapping[str, Case] = {
         {**MATRICES, **ENDS, **SEQUENCE, "*.dropout": "sequence", "*.inner_dropout": "column"},
         DIVIDED,
     ),
+    "dropout_in_sequence": Case(
+        lambda: nn.Sequential(
+            nn.Embedding(VOCABULARY, 12),
+            nn.Sequential(nn.LayerNorm(12), nn.Sequential(nn.Dropout(0.3))),
+            nn.Linear(12, 5),
+        ),
+        {"0": "row", "1": "sequence", "2": "column_gathered"},
+    ),
     "cut_embedding": Case(
         lambda: nn.Sequential(nn.Embedding(VOCABULARY, 12), nn.Linear(12, 5)), {"0": "column", "1": "row"}
     ),

@@ -74,6 +74,21 @@ FORWARD: Mapping[str, tuple[Case, str]] = {
         Case(lambda: nn.Sequential(nn.Linear(6, 5)), {"0": "row"}, of_ids=False),
         "0 with 'row' reads its own 3 of 6 features and gets 6; what comes before it must be cut",
     ),
+    "dropout_of_whole": (
+        Case(
+            lambda: pair(nn.Linear(12, 5, bias=False), nn.Dropout(0.3)),
+            {"0": "column", "2": "row", "3": "column"},
+            of_ids=False,
+        ),
+        "3 with 'column' takes (2, 8, 5) for this rank's part of cut features, and no layer with 'column' before it",
+    ),
+    "no_sequence": (
+        Case(
+            lambda: nn.Sequential(nn.Flatten(0, 1), nn.Embedding(31, 6), nn.LayerNorm(6)),
+            {"1": "row", "2": "sequence"},
+        ),
+        "1 leaves (16, 6), whose dimension 1 is no sequence: the last one is features",
+    ),
     "sequence_not_split": (
         Case(Model, {**MATRICES, **SEQUENCE, "positions": "replicate"}, DIVIDED),
         "blocks.0.attention_norm reads (2, 8, 16) as a part of the sequence (dimension 1), but no layer before it",

@@ -140,6 +140,11 @@ def test_hooks_that_would_be_lost_are_refused() -> None:
     (problem,) = problems(module, {"0": "column"})
     assert problem.startswith("0 has hooks")
     assert read(module, {"0": "replicate"}).words == {"0": "replicate"}
+    block = nn.Sequential(nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.1)))
+    block[0][1].register_forward_hook(lambda *_: None)
+    (problem,) = problems(block, {"0": "sequence"})
+    assert problem.startswith("0.1 has hooks"), "dropout is replaced in a module with sequence too"
+    assert read(block, {"0": "shared"}).words == {"0": "shared"}
 
 
 @pytest.mark.parametrize(
@@ -206,6 +211,12 @@ def test_all_problems_are_told_together_and_nothing_is_changed() -> None:
     assert len(caught.value.problems) == 3
     assert before == {name: (type(module), vars(module).copy()) for name, module in model.named_modules()}
     assert shapes == {name: value.shape for name, value in model.named_parameters()}
+
+
+def test_the_dimension_of_the_sequence_is_counted_from_the_front() -> None:
+    plan: dict[str, str] = {"norm": "sequence"}
+    with pytest.raises(ConfigurationError, match="sequence_dim = -2: it is counted from 0; nearest: 0"):
+        parallelize(Model(), plan, Mesh(Layout(tp=2), 0, None), Traffic(), sequence_dim=-2)  # type: ignore[arg-type]
 
 
 def test_on_one_rank_the_module_stays_as_it_is() -> None:

@@ -49,6 +49,7 @@ from drivetrain.engine.parallel.parallelize_layers import (
 from drivetrain.engine.parallel.parallelize_plan import Planned, Word, read_plan
 from drivetrain.engine.parallel.placement import Placement, Shard
 from drivetrain.engine.parallel.traffic import Traffic
+from drivetrain.errors import ConfigurationError
 
 __all__ = ["Word", "parallelize"]
 
@@ -85,6 +86,10 @@ def parallelize(
             Or: the ranks have different weights, plans or (in the first forward pass) inputs; in a forward pass, a cut
             output that nothing takes; in the first backward pass, a gradient that ranks should have alike and have not.
     """
+    if sequence_dim < 0:
+        raise ConfigurationError(
+            f"sequence_dim = {sequence_dim}: it is counted from 0; nearest: 0, and 1 fits (batch, sequence, features)"
+        )
     size = mesh.size(_DIM)
     planned = read_plan(module, plan, size, divided)
     process_group = mesh.group(_DIM)
@@ -165,8 +170,10 @@ class _Spreading:
         if isinstance(old, nn.Dropout):
             assert word in ("sequence", "column")
             dim = -1 if flow.sequence_dim is None or word == "column" else flow.sequence_dim
-            return PartOfDropout(old, flow, dim)
+            return PartOfDropout(old, name, flow, dim)
         if word == "shared" or (word == "sequence" and not isinstance(old, nn.Embedding)):
+            if word == "sequence":
+                self._split_dropout_in(name, old)
             return OwnPart(old, name, flow, of_sequence=word == "sequence")
         if isinstance(old, nn.Embedding):
             return self._embedding(name, old, word)
@@ -179,6 +186,14 @@ class _Spreading:
             offset = self._share(old.out_features).offset
             return GatheredColumnLinear(old, weight, bias, name, self._entrance(name), flow, offset)
         return ColumnLinear(old, weight, bias, name, self._entrance(name), flow)
+
+    def _split_dropout_in(self, name: str, old: nn.Module) -> None:
+        """What is in a module with "sequence" has it too: dropout draws the mask of the whole sequence."""
+        for inner, module in list(old.named_modules()):
+            for key, child in module.named_children():
+                if type(child) is nn.Dropout:
+                    child_name = ".".join(filter(None, (name, inner, key)))
+                    setattr(module, key, self._replacement(child_name, child, "sequence"))
 
     def _embedding(self, name: str, old: nn.Embedding, word: Word) -> nn.Module:
         if word == "sequence":

@@ -38,6 +38,7 @@ class Flow:
         sequence_dim: dimension of activations that is split between the matrices; None: nothing is.
         open_columns: columns whose cut output no row has taken yet.
         parts: lengths of the parts into which sequences were split.
+        cut_features: numbers of features that columns have left on a rank.
     """
 
     def __init__(self, group: Group, sequence_dim: int | None) -> None:
@@ -45,6 +46,7 @@ class Flow:
         self.sequence_dim = sequence_dim
         self.open_columns: list[str] = []
         self.parts: set[int] = set()
+        self.cut_features: set[int] = set()
         # Layers also run on their own, and once more in backward where activations are recomputed: what comes before
         # them is known in a forward pass of the whole module alone.
         self._whole_pass = False
@@ -53,6 +55,7 @@ class Flow:
         """The whole module's forward begins."""
         self.open_columns.clear()
         self.parts.clear()
+        self.cut_features.clear()
         self._whole_pass = True
 
     def end(self) -> None:
@@ -65,8 +68,9 @@ class Flow:
                 "no Linear with 'row' takes it; give it 'column_gathered', or 'replicate'"
             )
 
-    def column(self, name: str) -> None:
-        """The output of ``name`` is cut."""
+    def column(self, name: str, features: int) -> None:
+        """The output of ``name`` is cut: it has ``features`` on this rank."""
+        self.cut_features.add(features)
         if self._whole_pass and name not in self.open_columns:
             self.open_columns.append(name)
 
@@ -106,10 +110,24 @@ class Flow:
                 "'replicate'"
             )
 
+    def expect_cut(self, name: str, x: Tensor) -> None:
+        """``name`` takes ``x`` for this rank's features. Raises ConfigurationError if no column has left as many."""
+        if self._whole_pass and x.shape[-1] not in self.cut_features:
+            raise ConfigurationError(
+                f"{name} with 'column' takes {tuple(x.shape)} for this rank's part of cut features, and no layer with "
+                f"'column' before it leaves {x.shape[-1]} of them on a rank; give it 'replicate', or 'sequence' if its "
+                "input is split along the sequence"
+            )
+
     def leave(self, summand: Tensor, name: str) -> Tensor:
         """The sum over the ranks: whole, or this rank's part of the sequence of it."""
         if self.sequence_dim is None:
             return summed(summand, self.group)
+        if self.sequence_dim >= summand.dim() - 1:
+            raise ConfigurationError(
+                f"{name} leaves {tuple(summand.shape)}, whose dimension {self.sequence_dim} is no sequence: the last "
+                f"one is features; sequence_dim is at most {summand.dim() - 2} here"
+            )
         self.split(name, summand.shape[self.sequence_dim])
         return scattered(summand, self.group, self.sequence_dim)
 
@@ -161,15 +179,20 @@ def _embedded(flow: Flow, summand: Tensor, name: str) -> Tensor:
     return flow.leave(summand, name)
 
 
-def _note_column(flow: Flow, name: str) -> None:
-    flow.column(name)
+def _note_column(flow: Flow, name: str, features: int) -> None:
+    flow.column(name, features)
+
+
+def _expect_cut(flow: Flow, name: str, x: Tensor) -> None:
+    flow.expect_cut(name, x)
 
 
 # What talks or remembers is left out of compiled graphs.
 enter: Callable[[Entrance, Tensor, str], Tensor] = torch.compiler.disable(_enter)
 leave: Callable[[Flow, Tensor, str], Tensor] = torch.compiler.disable(_leave)
 embedded: Callable[[Flow, Tensor, str], Tensor] = torch.compiler.disable(_embedded)
-note_column: Callable[[Flow, str], None] = torch.compiler.disable(_note_column)
+note_column: Callable[[Flow, str, int], None] = torch.compiler.disable(_note_column)
+expect_cut: Callable[[Flow, str, Tensor], None] = torch.compiler.disable(_expect_cut)
 
 
 class ColumnLinear(nn.Linear):
@@ -196,7 +219,7 @@ class ColumnLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., input features) to (..., own output features)."""
         out = self.own_columns(x)
-        note_column(self._flow, self._name)
+        note_column(self._flow, self._name, self.out_features)
         return out
 
     def own_columns(self, x: Tensor) -> Tensor:
@@ -289,7 +312,7 @@ class ColumnEmbedding(_CutEmbedding):
     def forward(self, rows: Tensor) -> Tensor:
         """Integers (...) to (..., own features)."""
         x = F.embedding(rows, self.weight, self.padding_idx)
-        note_column(self._flow, self._name)
+        note_column(self._flow, self._name, self.embedding_dim)
         return x
 
 
@@ -358,16 +381,18 @@ class PartOfDropout(nn.Dropout):
     The generators of the ranks must be equal, as they are where all ranks set the same seed.
     """
 
-    def __init__(self, dropout: nn.Dropout, flow: Flow, dim: int) -> None:
-        """``dim``: which dimension the rank has a part of."""
+    def __init__(self, dropout: nn.Dropout, name: str, flow: Flow, dim: int) -> None:
+        """``dim``: which dimension the rank has a part of; -1: features."""
         super().__init__(dropout.p, dropout.inplace)
-        self._flow, self._dim = flow, dim
+        self._name, self._flow, self._dim = name, flow, dim
         self.train(dropout.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """A rank's part to the same shape and dtype."""
         if not self.training or not self.p:
             return x
+        if self._dim == -1:
+            expect_cut(self._flow, self._name, x)
         shape = list(x.shape)
         shape[self._dim] *= self._flow.group.size
         factors = F.dropout(x.new_ones(shape), self.p).chunk(self._flow.group.size, self._dim)

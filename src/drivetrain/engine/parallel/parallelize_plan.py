@@ -106,14 +106,16 @@ def _unfit(name: str, module: nn.Module, word: Word, size: int) -> list[str]:
     legal = _legal_words(module)
     if word not in legal:
         return [f"{name} is a {kind}, which cannot have {word!r}; legal are {', '.join(map(repr, legal))}"]
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    if any(hooks):
-        return [f"{name} has hooks, which would not survive that it is replaced; set them after parallelize"]
+    hooked = [
+        ".".join(filter(None, (name, inner)))
+        for inner, replaced in _replaced_with(module, word).items()
+        if _has_hooks(replaced)
+    ]
+    if hooked:
+        return [
+            f"{one} has hooks, which would not survive that it is replaced; set them after parallelize"
+            for one in hooked
+        ]
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return [
             f"{name} has max_norm, scale_grad_by_freq or sparse; an Embedding with {word!r} can have none of them"
@@ -130,6 +132,23 @@ def _unfit(name: str, module: nn.Module, word: Word, size: int) -> list[str]:
             f"{nearest_multiples(length, size)}"
         ]
     return []
+
+
+def _replaced_with(module: nn.Module, word: Word) -> dict[str, nn.Module]:
+    """What another takes the place of, by its name in ``module``: itself, and what splits its mask by the sequence."""
+    inner = module.named_modules() if word == "sequence" else ()
+    return {"": module, **{name: part for name, part in inner if type(part) is nn.Dropout}}
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
 
 
 def _legal_words(module: nn.Module) -> tuple[Word, ...]:

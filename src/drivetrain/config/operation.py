@@ -35,7 +35,7 @@ class MonitorConfig(Section):
     """Each rank writes its own step, wait, data-wait and work times, and what it hands to collectives, to ranks/."""
     check_weight_hash_across_dp_replicas_interval: Count = Field(default=0, ge=0, le=1_000_000_000)
     """Steps between comparisons, bit by bit, of the weights that several ranks hold alike, data-parallel or not. The
-    first is before the first step. A difference ends the run. 0: none."""
+    first is before the first step; there is one before each checkpoint too. A difference ends the run. 0: none."""
 
 
 class RunSectionConfig(Section):

@@ -75,12 +75,12 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
             recorder.close_step()
             run.note_finished_save()
 
-            if due(compared_every, progress.step):
-                # Before a checkpoint would keep one rank's version of them.
+            saves = due(config.checkpoint.save_interval, progress.step)
+            if compared_every and (saves or due(compared_every, progress.step)):
+                # Also before a checkpoint would keep one rank's version of them, from which the run then went on.
                 differing = run.compare_replicas(progress)
                 if differing is not None:
                     break
-            saves = due(config.checkpoint.save_interval, progress.step)
             if saves:
                 recorder.flush(progress)
             if recorder.diverged_at is not None:
@@ -95,6 +95,8 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
                 break
         recorder.flush(progress)
 
+    if compared_every and differing is None and recorder.diverged_at is None and saved_at != progress.step:
+        differing = run.compare_replicas(progress)
     if differing is not None:
         run.finish_saving()
         return Outcome("diverged", differing, validation)

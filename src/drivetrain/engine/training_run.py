@@ -233,9 +233,10 @@ class TrainingRun:
 
     def compare_replicas(self, progress: Progress) -> str | None:
         """Compare the weights that several ranks hold alike; where they differ, what and where, on every rank. None:
-        they agree, or nobody is there to compare with. The time counts as maintenance. Collective."""
+        they agree (also where that is known of this step already), or nobody is there to compare with. The time counts
+        as maintenance. Collective."""
         check = self.replica_check
-        if check is None:
+        if check is None or check.agreed_at == progress.step:
             return None
         with self._maintenance("weight_hash"):
             differing = check.compare(progress.step, self.stepper.sync.parameters())

@@ -302,6 +302,17 @@ def test_one_bit_on_one_rank_ends_the_run_on_all_and_is_named(layout: str, tiny:
     )
 
 
+# Every second step, and at the end alone.
+@pytest.mark.parametrize("saving", ["checkpoint.save_interval=2", "checkpoint.save_interval=0"])
+def test_no_checkpoint_keeps_weights_that_differ_however_seldom_they_are_compared(
+    saving: str, tiny: Tiny
+) -> None:
+    run, ends = train(tiny, "dp2", f"{INTERVAL}=100", saving, flip=Flip("embedding.weight", 1, 2))
+    assert {status for status, _ in ends} == {"diverged"}
+    assert "embedding.weight on rank 0 differs from that on rank 1; after step 0" in str(ends[0][1])
+    assert list((run.path / "checkpoints").glob("*")) == []
+
+
 def test_without_an_interval_nothing_is_compared(tiny: Tiny) -> None:
     flip = Flip("embedding.weight", 1, 1)
     run, ends = train(tiny, "dp2", f"{INTERVAL}=0", flip=flip)

@@ -54,6 +54,7 @@ def test_the_claims_on_the_loss_are_those_that_were_promised() -> None:
     assert small("linear_cross_entropy bfloat16").target == 0.0
 
 
+@pytest.mark.long
 def test_the_loss_takes_a_quarter_of_the_memory() -> None:
     ours, theirs = product_workloads.loss_live_bytes()
     # The gradient of the weight twice; one chunk's logits; and the peer's logits three times in fp32.
@@ -62,6 +63,11 @@ def test_the_loss_takes_a_quarter_of_the_memory() -> None:
     claim = product_workloads.loss_live_bytes_claim()
     assert claim.target == 4.0
     assert verdict(claim) == "won"
+
+
+def test_the_loss_takes_less_memory_at_a_small_size_too() -> None:
+    ours, theirs = product_workloads.loss_live_bytes(1500, 8, 1000)
+    assert 1500 * 1000 * 2 < ours < theirs / 2
 
 
 def test_the_count_of_the_loss_without_memory_is_the_count_with_it() -> None:

@@ -40,6 +40,7 @@ CALLS = {
 BACKENDS = [
     ("linear_cross_entropy", "eager", torch.float32),
     ("linear_cross_entropy", "chunked", torch.float32),
+    ("linear_cross_entropy", "chunked", torch.bfloat16),
     ("grouped_product", "eager", torch.float32),
     ("grouped_product", "torch_grouped_mm", torch.float32),
     ("linear", "transposed_gradient", torch.bfloat16),

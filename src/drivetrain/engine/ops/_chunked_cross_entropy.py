@@ -112,7 +112,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         tokens = hidden_TD.shape[0]
         total = weights_T.new_zeros(())
         of_hidden_TD = torch.empty_like(hidden_TD) if hidden_wanted else None
-        of_weight = _Sum(weight_VD, compiles=compiles) if weight_wanted else None
+        of_weight = _Sum(weight_VD, chunks=-(-tokens // rows), compiles=compiles) if weight_wanted else None
         for first in range(0, tokens, rows):
             chunk = slice(first, first + rows)
             # A token that does not count may hold anything: zero times not-a-number is not zero.
@@ -199,8 +199,10 @@ class _Sum:
         total_VD: the sum so far.
     """
 
-    def __init__(self, like_VD: Tensor, *, compiles: bool) -> None:
-        self.total_VD = torch.zeros(like_VD.shape, dtype=like_VD.dtype, device=like_VD.device)
+    def __init__(self, like_VD: Tensor, *, chunks: int, compiles: bool) -> None:
+        # The first chunk writes it.
+        made = torch.empty if chunks else torch.zeros
+        self.total_VD = made(like_VD.shape, dtype=like_VD.dtype, device=like_VD.device)
         self._rounds = torch.promote_types(like_VD.dtype, torch.float32) != like_VD.dtype
         self._left_VD: Tensor | None = None
         self._is_first = True
@@ -212,10 +214,11 @@ class _Sum:
             self._left_VD = torch.zeros_like(self.total_VD)
         for first in range(0, self.total_VD.shape[0], _WORDS_AT_ONCE):
             words = slice(first, first + _WORDS_AT_ONCE)
-            product_WD = weight_gradient(gradient_CV[:, words], hidden_CD)
             if self._is_first:
-                self.total_VD[words].copy_(product_WD)
-            elif self._left_VD is None:
+                weight_gradient(gradient_CV[:, words], hidden_CD, self.total_VD[words])
+                continue
+            product_WD = weight_gradient(gradient_CV[:, words], hidden_CD)
+            if self._left_VD is None:
                 self.total_VD[words].add_(product_WD)
             else:
                 self._add(product_WD, self.total_VD[words], self._left_VD[words])

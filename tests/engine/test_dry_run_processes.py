@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,3 +111,46 @@ def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def hang_on_three_ranks(folder: str) -> None:
+    count_in_processes(
+        config_of(f"run.runs_dir={folder}"),
+        16,
+        [RankTask(rank, with_step=False) for rank in (1, 2, 3)],
+        at_once=3,
+        time_limit_s=100.0,
+        progress=lambda _: None,
+        work=write_pid_and_hang,
+    )
+
+
+def is_running(pid: int) -> bool:
+    """Not so of what has ended and waits for somebody to ask how."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_command_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    call = f"from {__name__} import hang_on_three_ranks; hang_on_three_ranks({str(tmp_path)!r})"
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen([sys.executable, "-c", call], env={**os.environ, "PYTHONPATH": path}) as command:
+        deadline = time.monotonic() + 120
+        while sum(file.stat().st_size > 0 for file in tmp_path.iterdir()) < 3:
+            assert command.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        command.kill()
+    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert len(pids) == 3, "all of them were running"
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in pids if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

@@ -7,7 +7,9 @@ are told and what they answer is JSON.
 import json
 import multiprocessing
 import os
+import select
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +120,7 @@ def _end(process: BaseProcess) -> None:
 def _answer(receiver: Connection, process: BaseProcess) -> Counted | Failure:
     try:
         found = json.loads(receiver.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):  # before its answer, or in the middle of it
         process.join()
         return Failure(_ended(process.exitcode or 0))
     finally:
@@ -149,6 +151,7 @@ def _main(
     # A Ctrl-C is the command's, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(os.getppid(), signal.SIGKILL)
+    threading.Thread(target=_end_unheard, args=(sender.fileno(),), daemon=True).start()
     torch.set_num_threads(1)
     task = RankTask(rank, with_step)
     try:
@@ -160,6 +163,18 @@ def _main(
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         answer = {"error": text, "traceback": traceback.format_exc()}
     sender.send_bytes(json.dumps(answer).encode())
+
+
+def _end_unheard(answers_to: int) -> None:
+    """End this process when nobody is left who would read its answer.
+
+    Its parent is the server, which lives as long as any of its children and does not end them with the command. Nor
+    does the command know of a process that was still being started when it was interrupted.
+    """
+    poll = select.poll()
+    poll.register(answers_to, 0)  # errors alone: that the other end is closed
+    poll.poll()
+    os._exit(1)
 
 
 def _count(config: RunConfig, world_size: int, task: RankTask) -> Counted:

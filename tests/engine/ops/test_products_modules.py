@@ -19,6 +19,17 @@ from drivetrain.engine.ops.modules_products import (
 from drivetrain.engine.ops.selection import Selection
 from drivetrain.errors import DrivetrainError
 
+pytestmark = [
+    # Dynamo makes an object of what it traces.
+    pytest.mark.filterwarnings(
+        "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
+    ),
+    # Dynamo looks at every tensor that it meets, and hides this one warning itself, unless warnings are errors.
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"
+    ),
+]
+
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "ops-products.md"
 GROUPED = ("eager", "torch_grouped_mm")
 
@@ -132,6 +143,31 @@ def test_the_loss_of_a_shared_embedding_trains_it_from_both_ends() -> None:
     assert loss.weight is embedding.weight
     assert loss.selection.served == {("linear_cross_entropy", "chunked"): 1}
     assert bool(embedding.weight.grad.any())  # type: ignore[union-attr]
+
+
+def test_a_model_of_them_is_one_graph_and_computes_the_same() -> None:
+    torch.manual_seed(0)
+    project = QKVProjection(8, 2, 1, 8, selection=Selection(requested={"qkv_product": "joined"})).bfloat16()
+    selection = Selection(requested={"grouped_product": "torch_grouped_mm"})
+    experts = GroupedExperts(8, 16, 5, selection=selection).bfloat16()
+    loss = LinearCrossEntropy(8, 30, chunk_rows=5).bfloat16()
+    x, chosen, shares = routed()
+    x, labels = x.detach().bfloat16().requires_grad_(), torch.arange(12)
+    leaves = [x, *(one for module in (project, experts, loss) for one in module.parameters())]
+
+    def model(x: Tensor) -> Tensor:
+        query, key, value = project(x)
+        mixed = (query * key * value).sum(1)
+        return mean_loss(*loss(mixed + experts(mixed, chosen, shares), labels))
+
+    torch.compiler.reset()
+    right = model(x)
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(found, right)
+    for one, other in zip(
+        torch.autograd.grad(found, leaves), torch.autograd.grad(right, leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(

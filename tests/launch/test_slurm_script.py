@@ -237,6 +237,26 @@ def test_each_node_has_one_agent_and_the_first_serves_the_rendezvous(batch_of: C
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(asked)
 
 
+@pytest.mark.parametrize("job_id", [1, 9999, 67_108_863])
+def test_every_jobs_port_is_one_that_the_system_does_not_give_away(
+    batch_of: Callable[..., Batch], job_id: int
+) -> None:
+    batch = batch_of(AGENT, nodes=1)
+    batch.write(job_of(nodes=1, container=None, volumes=()))
+    done = batch.slurm.run(batch.file, SLURM_JOB_ID=str(job_id))
+    assert done.returncode == 0, done.stderr
+    (endpoint,) = [
+        word for word in words_of(batch.slurm.folder / "agent-0") if word.startswith("--rdzv-endpoint=")
+    ]
+    assert 1024 <= int(endpoint.rpartition(":")[2]) < 32768
+
+
+def test_an_agent_gives_its_ranks_the_jobs_time_to_save() -> None:
+    script = slurm_script(job_of(grace_seconds=77, container=None, volumes=()), SlurmOptions(Path("/")))
+    assert "\nexport TORCH_ELASTIC_SHUTDOWN_TIMEOUT=77\n" in script
+    assert "#SBATCH --signal=B:USR1@77\n" in script
+
+
 def test_a_run_that_goes_on_is_named_and_not_looked_for() -> None:
     job = job_of(
         config="/runs/20260101-000000-a-1234", overrides=(), continues=True, container=None, volumes=()

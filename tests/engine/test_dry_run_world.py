@@ -1,6 +1,7 @@
 """A world by the formulas: its ranks together hold the model as often as it is replicated, at any size."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 
 from drivetrain.config import LaunchFacts, RunConfig, load_config, violations
 from drivetrain.engine.dry_run import dry_run
+from drivetrain.engine.dry_run_fake import Counted
 from drivetrain.engine.dry_run_formulas import Amount
 from drivetrain.engine.dry_run_ranks import dry_run_of_ranks
 from drivetrain.engine.dry_run_world import PlannedWorld
 from drivetrain.engine.model.huggingface_state import expected_shapes
+from drivetrain.engine.parallel.traffic import Count
 
 WORLD = 4096
 TP, PP = "parallelism.tensor_model_parallel_size", "parallelism.pipeline_model_parallel_size"
@@ -132,6 +135,44 @@ def test_kinds_are_told_apart_by_what_they_hold_and_send_and_alike_ones_are_one(
     by_zbv = PlannedWorld.of(configured(LAYOUTS["tp4-pp4-dp256-zero2-zbv"]), WORLD)
     # Both ends lie on the first rank; the one before the tip of the V sends to both sides, the tip to one.
     assert by_zbv.representatives == [0, 3, 4, 12]
+
+
+def test_what_was_counted_and_is_not_what_the_formulas_give_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = configured(LAYOUTS["tp4-pp4-dp256-zero2-zbv"])
+    planned = PlannedWorld.of(config, WORLD)
+    resident = planned.resident(0)
+    right = Counted(
+        parameters=resident.parameters,
+        gradients=resident.gradients,
+        moments=resident.moments,
+        traffic={key: count for key, count in planned.traffic(0).items() if count is not None},
+        parts=tuple(
+            (name, placement.full_shape, tuple((part.start, part.stop) for part in placement.slices()))
+            for name, placement in planned.held(0).items()
+        ),
+    )
+
+    def shown(counted: Counted) -> int:
+        monkeypatch.setattr(
+            "drivetrain.engine.dry_run_ranks.count_in_processes", lambda *_, **__: {0: counted}
+        )
+        return len(dry_run_of_ranks(config, WORLD, [0], progress=lambda *_: None).ranks)
+
+    assert shown(right) == 1
+    assert right.traffic
+    key = next(iter(right.traffic))
+    more = Amount(resident.moments.elements, resident.moments.bytes + 4)
+    for wrong in (
+        replace(right, moments=more),
+        replace(right, gradients=more),
+        replace(right, parts=right.parts[1:]),
+        replace(right, traffic={**right.traffic, key: Count(1, 1)}),
+        replace(right, traffic={}),
+    ):
+        with pytest.raises(AssertionError, match=r"^rank 0"):
+            shown(wrong)
 
 
 @pytest.mark.parametrize(

@@ -136,11 +136,18 @@ def test_what_has_no_effect_is_named_before_a_batch_is_overfitted(
     assert "no effect: parallelism.zero_stage, because there is one data-parallel rank" in said
 
 
+@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("under_torchrun", [False, True])
 def test_what_has_no_effect_is_named_when_a_run_is_continued(
-    under_torchrun: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    under_torchrun: bool,
+    by_name: bool,
+    tiny: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = new_run(load_config(str(tiny.file), ["lr_schedule.lr_wsd_decay_tokens=10"]), 1)
+    overrides = ["lr_schedule.lr_wsd_decay_tokens=10", "run.name=again"]
+    path = new_run(load_config(str(tiny.file), overrides), 1)
+    source, given = (str(tiny.file), overrides) if by_name else (str(path), [])
     capsys.readouterr()
 
     def stop(*_arguments: object) -> None:
@@ -150,8 +157,9 @@ def test_what_has_no_effect_is_named_when_a_run_is_continued(
     if under_torchrun:
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr("drivetrain.engine.rendezvous.agree_on_run", lambda _, make: make())
     with pytest.raises(DrivetrainError, match="not trained here"):
-        run_train(str(path), (), num_processes=None, dry=False, overfit=False, as_json=True)
+        run_train(source, given, num_processes=None, dry=False, overfit=False, as_json=True, resume=by_name)
     assert capsys.readouterr().err.count(IDLE) == 1
 
 

@@ -316,7 +316,10 @@ def _as_one_rank(
 
         def found_or_made() -> Path:
             found = run_of_this_name(loaded) if resume else None
-            return found.path if found is not None else new_run(loaded, ranks.world_size, beginning)
+            if found is None:
+                return new_run(loaded, ranks.world_size, beginning)
+            _note_idle_fields(loaded, ranks.world_size)
+            return found.path
 
         path = agree_on_run(ranks, found_or_made)
         if resume and finished_summary(path) is not None:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from drivetrain.archive.reader import Run, open_run
-from drivetrain.cli.train_command import Beginning, run_train
+from drivetrain.cli.train_command import Beginning, run_train, train_to_end
 from drivetrain.config import load_config
 from drivetrain.engine.initial_state import other_data
 from drivetrain.errors import DrivetrainError
@@ -117,6 +117,20 @@ def test_a_damaged_checkpoint_is_refused_before_a_run_exists(
     shutil.copytree(checkpoint, copy)
     harm(copy)
     assert words in refusal(tiny, at(copy), STATE)
+
+
+def test_a_checkpoint_that_is_damaged_before_the_run_has_one_of_its_own_is_refused_when_it_starts_again(
+    tiny: Tiny, checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "step-00000004"
+    shutil.copytree(checkpoint, copy)
+    path = Path(tiny.train(*SETTINGS, at(copy), STATE)["run"])
+    shutil.rmtree(path / "checkpoints")
+    events = (path / "events.jsonl").read_text()
+    (path / "events.jsonl").write_text(events.replace('"status":"finished"', '"status":"interrupted"'))
+    change_a_byte(copy)
+    with pytest.raises(DrivetrainError, match=r"the content of optimizer.safetensors has changed"):
+        train_to_end(path, 1)
 
 
 @pytest.mark.parametrize("steps", [3, 4])

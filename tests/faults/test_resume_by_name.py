@@ -135,3 +135,16 @@ def test_without_a_name_or_with_a_run_or_an_option_for_new_runs_it_is_refused(ti
     assert not tiny.runs.exists()
     path = made(tiny, "interrupted")
     assert "naming it continues it" in refused(str(path))
+
+
+def test_a_run_of_that_name_that_cannot_be_read_is_not_begun_anew(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = made(tiny, "interrupted")
+    (path / "run.json").write_text('{"schema": ')
+    loaded = load_config(str(tiny.file), SETTINGS)
+    with pytest.raises(RunError, match=f"{path.name} has the name mine and cannot be read"):
+        run_of_this_name(loaded)
+    assert "run.json is damaged" in capsys.readouterr().err
+    other = load_config(str(tiny.file), ["run.name=min"])
+    assert run_of_this_name(other) is None, "it is no affair of another name"

@@ -1,7 +1,8 @@
 """``train --resume``: go on with the run that an earlier start of the same job has made."""
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def run_of_this_name(loaded: LoadedConfig) -> Run | None:
 
     Raises:
         DrivetrainError: ``run.name`` is not set.
-        RunError: it has another configuration: what is asked for is not what would go on.
+        RunError: it has another configuration: what is asked for is not what would go on. Or the only one
+            of that name cannot be read: a new run would begin in its place.
     """
     config = loaded.config
     if config.run.name is None:
@@ -40,6 +42,7 @@ def run_of_this_name(loaded: LoadedConfig) -> Run | None:
     runs = list_runs(config.run.runs_dir, on_fault=_say)
     run = next((run for run in reversed(runs) if run.name == config.run.name), None)
     if run is None:
+        _refuse_unreadable(runs, Path(config.run.runs_dir), config.run.name)
         return None
     differing = differing_leaves(run.config(), config)
     if differing:
@@ -53,6 +56,18 @@ def run_of_this_name(loaded: LoadedConfig) -> Run | None:
             f"give another run.name, or continue that run with: drivetrain train {run.path}"
         )
     return run
+
+
+def _refuse_unreadable(runs: Sequence[Run], runs_dir: Path, name: str) -> None:
+    """Raise RunError for a run of that name which is not among ``runs``, because it cannot be read."""
+    of_this_name = re.compile(rf"[0-9]{{8}}-[0-9]{{6}}-{re.escape(name)}-[0-9a-f]{{4}}")
+    read = {run.path.name for run in runs}
+    for path in sorted(manifest.parent for manifest in runs_dir.glob("*/run.json")):
+        if path.name not in read and of_this_name.fullmatch(path.name):
+            raise RunError(
+                f"--resume: {path} has the name {name} and cannot be read (the reason is above), so that nothing goes "
+                "on and nothing begins anew; put its run.json back, move it away, or give another run.name"
+            )
 
 
 def finished_summary(path: Path) -> dict[str, Any] | None:

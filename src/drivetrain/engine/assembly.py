@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from drivetrain.archive.origin import PLAIN, RunOrigin
+from drivetrain.archive.reader import open_run
 from drivetrain.config import ModelConfig, RunConfig, layout_of
 from drivetrain.config.derive import microbatches_per_rank
 from drivetrain.config.layout import ORDER
@@ -15,6 +16,7 @@ from drivetrain.engine.checkpoint import (
     HeldState,
     LoadedCheckpoint,
     agreement_over,
+    damage,
     find_latest,
     held_state,
     load_checkpoint,
@@ -79,6 +81,7 @@ def assemble(
     checkpoint = _restore(run_path / "checkpoints", group, config.model, state, layout, logbook)
     resumed, former = checkpoint is not None, former_state(config)
     if checkpoint is None and former is not None:
+        _require_sound(former, group, begun=open_run(run_path).last_segment() is not None)
         checkpoint = _load(former, group, config.model, state, layout, logbook)
         if group.is_main and (other := other_data(former, fingerprint)) is not None:
             logbook.warn(other)
@@ -181,6 +184,15 @@ def _restore(
     if not name:
         return None
     return _load(folder / name, group, model, state, layout, logbook)
+
+
+def _require_sound(former: Path, group: ProcessGroup, *, begun: bool) -> None:
+    """Compare ``former`` with its checksums where the run has ``begun``, maybe days ago; whoever makes a run compares
+    them just before. Rank 0 reads, for all."""
+    reason = damage(former) if begun and group.is_main else None
+    failure = group.broadcast_text(f"{former} is no sound checkpoint: {reason}" if reason is not None else "")
+    if failure:
+        raise CheckpointError(failure)
 
 
 def _load(

@@ -37,6 +37,7 @@ def test_each_verb_has_help_with_an_example(verb: str) -> None:
             "data": ("prepare", "inspect"),
             "runs": ("list", "show", "tag"),
             "bench": ("gemm", "memory"),
+            "ops": ("list", "check"),
         }[verb]
         texts = "".join(run(verb, command, "--help").stdout for command in commands)
     assert "drivetrain " + verb in texts.replace("Usage: python -m drivetrain", "").replace("Usage:", "")

@@ -19,7 +19,7 @@ def with_evidence(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """``summary`` of the run in ``path``, with the evidence of its window; as it is where no window was profiled.
 
     What the window shows is written to the run's events and its ``summary.json`` as well, and said on stderr. A trace
-    that cannot be read leaves evidence unknown, with a warning: the training itself went well.
+    that cannot be read, and a disk that is full, leave evidence unknown, with a warning: the training itself went well.
     """
     run = open_run(path)
     window = _window_of(run)
@@ -30,15 +30,21 @@ def with_evidence(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
     try:
         seen = _observation(run, window)
         records = [_proved(record, run, seen) for record in records_of(run)]
+        findings = [text for record in records if (text := _finding(record)) is not None]
+        changed = add_evidence(run, records, findings)
     except DrivetrainError as error:
-        message = f"no evidence of optimisations: {error}"
-        append_event(path, "warning", message=message)
-        print(f"warning: {message}", file=sys.stderr)
+        _warn(path, f"no evidence of optimisations: {error}")
         return summary
-    findings = [text for record in records if (text := _finding(record)) is not None]
-    changed = add_evidence(run, records, findings)
     _say(records, findings)
     return {**summary, **changed}
+
+
+def _warn(path: Path, message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+    try:
+        append_event(path, "warning", message=message)
+    except DrivetrainError as error:
+        print(f"warning: the run's events do not say so: {error}", file=sys.stderr)
 
 
 def _window_of(run: Run) -> Mapping[str, Any] | None:

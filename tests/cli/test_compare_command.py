@@ -177,6 +177,7 @@ def test_the_gate_takes_two_runs(invoke: Invoke, tmp_path: Path) -> None:
         invoke(*[make_run(tmp_path, name) for name in "abc"], "--gate")
 
 
+@pytest.mark.long
 def test_the_gate_passes_fails_and_makes_what_is_missing_from_the_command_line(tiny: Tiny) -> None:
     settings = ["training.train_iters=20", "training.eval_iters=0", "run.deterministic=true"]
     first = tiny.train(*settings, options=["--probe"])["run"]

@@ -315,6 +315,7 @@ def test_kill_9_while_the_thread_writes_leaves_the_former_checkpoint(at: int, tm
 # Whole runs.
 
 
+@pytest.mark.long
 def test_a_run_saves_in_the_background_with_the_same_losses_and_continues(tiny: Tiny) -> None:
     settings = ["checkpoint.save_interval=3", "training.train_iters=10", "model.hidden_dropout=0.1"]
     plain = open_run(tiny.train(*settings)["run"])

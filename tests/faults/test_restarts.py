@@ -108,6 +108,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny: Tiny) -> 
     kills(tiny, 2, 2, 1, "checkpoint.async_save=true")
 
 
+@pytest.mark.long
 def test_restarts_end_and_the_rank_that_failed_is_named_first(tiny: Tiny) -> None:
     settings = [*SETTINGS, "training.train_iters=100000"]
     process = tiny.start("train", str(tiny.file), *settings, "--nproc", "2", "--max-restarts", "1")
@@ -226,6 +227,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(tiny: Tiny) -> None:
     assert ranks_of(tiny) == {}
 
 
+@pytest.mark.long
 def test_a_run_under_plain_torchrun_goes_on_after_a_kill(tiny: Tiny) -> None:
     """torchrun's agent restarts it; each attempt finds its ranks under a name of its own."""
     tiny.runs.mkdir()

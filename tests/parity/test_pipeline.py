@@ -446,10 +446,7 @@ def compiled(case: Case) -> Found:
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        "interleaved_zero_bubble",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("zbv", "dualpipev")),
-    ],
+    [pytest.param(name, marks=pytest.mark.long) for name in ("interleaved_zero_bubble", "zbv", "dualpipev")],
 )
 def test_compiled_blocks_run_under_a_schedule_that_goes_through_backward_twice(schedule: Schedule) -> None:
     case = Case(cases.llama(4), schedule)

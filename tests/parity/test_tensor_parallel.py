@@ -327,7 +327,10 @@ def compiled(model: ModelConfig, sequence_parallel: bool, backend: str) -> Found
 
 @pytest.mark.parametrize(
     ("name", "sequence_parallel", "backend"),
-    [("llama", True, "inductor"), ("gpt", False, "aot_eager")],
+    [
+        pytest.param("llama", True, "inductor", marks=pytest.mark.long),
+        ("gpt", False, "aot_eager"),
+    ],
 )
 def test_compiled_blocks_have_the_same_gradients_and_traffic(
     name: str, sequence_parallel: bool, backend: str

@@ -63,6 +63,7 @@ def writes_of(
     return count, of_results(done.document), runner.started
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_killed_at_every_write_of_its_state_it_ends_the_same_and_repeats_nothing(
     climb: Climb, monkeypatch: pytest.MonkeyPatch

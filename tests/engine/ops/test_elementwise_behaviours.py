@@ -45,6 +45,7 @@ def test_inductor(name: str, behaviour: Callable[[str, str], None]) -> None:
     behaviour(name, "inductor")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_triton() -> None:
     found = run_interpreted(Path(__file__).with_name("interpreted_behaviours.py"), timeout_s=500.0)

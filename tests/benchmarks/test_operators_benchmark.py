@@ -137,6 +137,6 @@ def test_the_quick_benchmark_prints_one_document() -> None:
         [sys.executable, script, "--quick", "--json"], capture_output=True, text=True, check=True, timeout=580
     )
     claims = json.loads(done.stdout)["claims"]
-    # Time and CPU time of each, and the live bytes of attention.
-    assert len(claims) == 2 * len(operators.QUICK) + 1
+    # Time and CPU time of each, and the live bytes of attention and of the loss.
+    assert len(claims) == 2 * len(operators.QUICK) + 2
     assert all(claim["ratio"] > 0 for claim in claims)

@@ -1,6 +1,8 @@
 """Shared by all tests. Its place also puts this folder on the import path: helpers lie beside it."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
             report.outcome = "failed"
             report.longrepr = f"{SHARED} is there, and yet this was skipped: {reason}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_mode_is_off_after_each_test() -> Iterator[None]:
+    """A run sets it for its process, and here that is the process of the tests that follow."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -124,10 +124,12 @@ def grade(
 
 def _run(call: Any, given: Mapping[str, Any], incoming: Sequence[Tensor]) -> _Run:
     outputs = _tensors(call(**given))
-    assert len(outputs) == len(incoming), f"{len(outputs)} outputs, the reference has {len(incoming)}"
     wanted = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.requires_grad}
+    # Outputs of another number or shape have no gradients, and are a problem of their own.
     with_gradient = [
-        (output, grad) for output, grad in zip(outputs, incoming, strict=True) if output.requires_grad
+        (output, grad)
+        for output, grad in zip(outputs, incoming, strict=False)
+        if output.requires_grad and output.shape == grad.shape
     ]
     gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
     if wanted and with_gradient:
@@ -209,6 +211,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _of_another_kind(reference: _Run, candidate: _Run) -> list[str]:
+    if len(reference.outputs) != len(candidate.outputs):
+        return [f"it has {len(candidate.outputs)} outputs, the reference {len(reference.outputs)}"]
     problems = []
     for number, (plain, ours) in enumerate(zip(reference.outputs, candidate.outputs, strict=True)):
         if plain.shape != ours.shape or plain.dtype != ours.dtype or plain.device != ours.device:

@@ -11,12 +11,10 @@ A layout that has been through it is kept in ``--folder``, and a second call goe
     python benchmarks/kill_ranks.py --quick --json
 """
 
-import argparse
 import collections
 import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,7 +26,7 @@ from drivetrain.archive.atomic import write_json
 from drivetrain.archive.reader import Run
 from drivetrain.engine.checkpoint.manifest import damage
 from harness.claims import Claim, document
-from harness.layout_runs import LAYOUTS, LayoutRuns, environment, losses_of
+from harness.layout_runs import LAYOUTS, LayoutRuns, environment, losses_of, options_of
 from harness.rank_kills import Kill, kill_one, leftovers, ranks_of, whole_checkpoints
 
 
@@ -230,21 +228,9 @@ def claims_of(done: Mapping[str, Mapping[str, Any]], plan: Plan) -> list[Claim]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one layout, one kill")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(__file__).resolve().parent.parent / "runs" / "kill-ranks",
-        help="where its runs are kept (default: runs/kill-ranks)",
-    )
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    options = options_of(arguments, name="kill-ranks", description=__doc__, quick="one layout, one kill")
     plan = QUICK if options.quick else FULL
-    session = Session(LayoutRuns(options.folder / "quick" if options.quick else options.folder), plan)
+    session = Session(LayoutRuns(options.folder), plan)
     session.run()
     if options.json:
         print(document(claims_of(session.done, plan)))

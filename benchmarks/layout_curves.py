@@ -15,13 +15,10 @@ Finished runs are kept in ``--folder``, and a second call goes on from there.
     python benchmarks/layout_curves.py --quick --json
 """
 
-import argparse
 import math
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from drivetrain.archive.atomic import write_json
@@ -29,7 +26,7 @@ from drivetrain.tune.gate import Evidence, Verdict
 from drivetrain.tune.gate_files import read_evidence
 from drivetrain.tune.gate_roundoff import round_off_gate
 from harness.claims import Claim, document, wilson
-from harness.layout_runs import LAYOUTS, LayoutRuns, Ranks
+from harness.layout_runs import LAYOUTS, LayoutRuns, Ranks, options_of
 
 SINGLE = "one process"
 WORLD_SIZE = "parallelism.data_parallel_size"
@@ -232,21 +229,11 @@ def _figures(verdict: Verdict) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = options_of(
+        arguments, name="layout-curves", description=__doc__, quick="one layout, one harm, 20 steps"
     )
-    parser.add_argument("--quick", action="store_true", help="one layout, one harm, 20 steps")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(__file__).resolve().parent.parent / "runs" / "layout-curves",
-        help="where its runs are kept (default: runs/layout-curves)",
-    )
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     plan = QUICK if options.quick else FULL
-    session = Session(LayoutRuns(options.folder / "quick" if options.quick else options.folder), plan)
+    session = Session(LayoutRuns(options.folder), plan)
     session.run()
     if options.json:
         print(document(claims_of(session.judged, plan, session.runs.note())))

@@ -13,9 +13,7 @@ Finished runs are kept in ``--folder``, and a second call goes on from there.
     python benchmarks/resume_layouts.py --quick --json
 """
 
-import argparse
 import shutil
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 from drivetrain.archive.reader import Run
 from drivetrain.engine.checkpoint.manifest import MANIFEST_FILE, seal
 from harness.claims import Claim, document
-from harness.layout_runs import LAYOUTS, LayoutRuns, losses_of
+from harness.layout_runs import LAYOUTS, LayoutRuns, losses_of, options_of
 
 SAVED_AT, STEPS = 20, 40
 NEAR = 1e-6
@@ -281,21 +279,9 @@ def _claim(text: str, ratio: float, note: str) -> Claim:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two pairs, no folder")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(__file__).resolve().parent.parent / "runs" / "resume-layouts",
-        help="where its runs are kept (default: runs/resume-layouts)",
-    )
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    options = options_of(arguments, name="resume-layouts", description=__doc__, quick="two pairs, no folder")
     plan = QUICK if options.quick else FULL
-    session = Session(LayoutRuns(options.folder / "quick" if options.quick else options.folder), plan)
+    session = Session(LayoutRuns(options.folder), plan)
     session.run()
     if options.json:
         print(document(claims_of(session)))

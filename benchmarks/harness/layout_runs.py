@@ -1,7 +1,9 @@
 """Runs of one small model in many layouts, each a ``drivetrain train`` of its own; finished ones are kept."""
 
+import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from drivetrain.archive.reader import Run, open_run
 from drivetrain.errors import DrivetrainError
 from harness.packed_text import VOCABULARY, packed_corpus
 
-__all__ = ["LAYOUTS", "LayoutRuns", "Ranks", "losses_of"]
+__all__ = ["LAYOUTS", "LayoutRuns", "Ranks", "losses_of", "options_of"]
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 TP, PP, ZERO = (
@@ -183,3 +185,30 @@ def environment() -> dict[str, str]:
 def losses_of(run: Run) -> dict[int, float]:
     """Training loss by step."""
     return {int(line["step"]): float(line["train/loss"]) for line in run.metrics()}
+
+
+def options_of(
+    arguments: Sequence[str] | None, *, name: str, description: str | None, quick: str
+) -> argparse.Namespace:
+    """``--quick``, ``--json`` and ``--folder`` of a script over such runs; SIGTERM ends it from here on.
+
+    Args:
+        name: of the script's folder in ``runs``; ``--quick`` has one in it.
+        quick: what ``--quick`` leaves of it, in words.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=BENCHMARKS.parent / "runs" / name,
+        help=f"where its runs are kept (default: runs/{name})",
+    )
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.folder /= "quick"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return options

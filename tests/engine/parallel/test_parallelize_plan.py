@@ -183,6 +183,11 @@ def test_a_word_for_a_module_covers_what_is_in_it() -> None:
     assert problem == "0.1 has 'column' and is in 0, which has 'sequence' for all that is in it"
 
 
+def test_one_text_in_the_place_of_a_list_is_not_read_letter_by_letter() -> None:
+    (problem,) = problems(Model(blocks=1), {}, divided="blocks.*.attention.heads")  # type: ignore[arg-type]
+    assert problem.endswith("use ['blocks.*.attention.heads']")
+
+
 def test_counts_are_divided_and_those_that_cannot_be_are_refused() -> None:
     model = Model(blocks=2)
     assert [(name, value) for _, name, value in read(model, {}, DIVIDED).divided] == [

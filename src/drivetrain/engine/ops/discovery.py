@@ -43,5 +43,5 @@ def operator_named(name: str) -> Operator:
             return operator
     close = get_close_matches(name, names, 1)
     raise DrivetrainError(
-        f"there is no operator {name!r}; {f'did you mean {close[0]}? ' if close else ''}There are: {', '.join(names)}"
+        f"there is no operator {name!r}; {f'did you mean {close[0]}? ' if close else ''}there are: {', '.join(names)}"
     )

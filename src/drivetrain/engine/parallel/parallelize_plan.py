@@ -40,6 +40,10 @@ def read_plan(module: nn.Module, plan: Mapping[str, Word], size: int, divided: S
     Raises:
         ConfigurationError: with every problem.
     """
+    if isinstance(divided, str):
+        raise ConfigurationError(
+            f"divided = {divided!r} is one text, and would be read letter by letter; use [{divided!r}]"
+        )
     modules = dict(module.named_modules(remove_duplicate=False))
     problems: list[str] = []
     words = _words(modules, plan, problems)

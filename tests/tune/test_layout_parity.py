@@ -165,4 +165,9 @@ def test_where_most_gradients_are_noise_in_one_process_there_is_no_verdict() -> 
     some = [replace(one, gradients={**one.gradients, **quiet}) for one in noise]
     found = compare_with_one_process(ALONE, ALONE, some, epsilon=FP32)
     assert found.verdict == "agree"
-    assert found.why.endswith("; 1 gradients are noise in one process as well")
+    assert found.why.endswith("; 1 gradients compare with nothing: they are noise in one process as well")
+
+
+def test_parameters_that_are_noise_in_one_process_are_said_to_be() -> None:
+    found = compare_with_one_process(ALONE, run(parameters=0.4), perturbed(parameters=0.5), epsilon=FP32)
+    assert f"; {len(NAMES)} parameters compare with nothing" in found.why

@@ -154,8 +154,13 @@ def _judge(differences: Sequence[Difference], perturbations: int) -> Comparison:
         f"what {perturbations} perturbed runs of one process allow" if perturbations else "the tolerances"
     )
     why = f"losses, gradients of step 1 and parameters are within {measure}"
-    if noise:
-        why += f"; {noise} gradients are noise in one process as well"
+    noisy = [
+        f"{count} {what}s"
+        for what in ("gradient", "parameter")
+        if (count := sum(one.is_noise for one in differences if one.what == what))
+    ]
+    if noisy:
+        why += f"; {' and '.join(noisy)} compare with nothing: they are noise in one process as well"
     return Comparison(differences, "agree", why)
 
 

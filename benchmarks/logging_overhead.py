@@ -50,7 +50,7 @@ def run(presets: Sequence[str], pace: Pace) -> list[Claim]:
         for preset in presets:
             # Its files are not written: our side reads the corpus.
             work = Workload(Path(name) / "work", preset, 8, 1, 2000)
-            sides = {preset: our_side(work, KEEPS_MEMORY, compiled=False)}
+            sides = {preset: our_side(work, KEEPS_MEMORY)}
             ran = run_session(sides, [preset] * pace.rounds, Path(name).resolve() / preset, pace)
             claims.append(claim_of(preset, ran[preset], pace.warmup))
             print(f"{claims[-1].ratio:.1f} {claims[-1].note}", file=sys.stderr, flush=True)

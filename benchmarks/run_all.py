@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.claims import Claim
-from harness.report import Section, markdown
+from harness.report import Section, machine, markdown
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -27,9 +27,14 @@ SCRIPTS: dict[str, list[str]] = {
     "trial_aa": [],
     "parallel": [],
     "operators": [],
+    "attention_memory": [],
+    "data": [],
+    "slow_transform": [],
+    "levels": [],
     "layout_curves": [],
     "kill_ranks": [],
     "resume_layouts": [],
+    "overlap": [],
 }
 
 
@@ -46,7 +51,8 @@ def run_script(script: str) -> None:
     if process.returncode != 0:
         sys.exit(f"{script} ended with exit code {process.returncode}; RESULTS.md is left as it was")
     RESULTS.mkdir(exist_ok=True)
-    body = {"schema": 1, "date": datetime.date.today().isoformat(), **json.loads(out)}
+    measured = {"date": datetime.date.today().isoformat(), "machine": machine()}
+    body = {"schema": 1, **measured, **json.loads(out)}
     (RESULTS / f"{script}.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
@@ -58,7 +64,8 @@ def sections() -> list[Section]:
         if path.exists():
             body = json.loads(path.read_text(encoding="utf-8"))
             claims = [Claim(**claim) for claim in body["claims"]]
-            found.append(Section(script, f"python benchmarks/{script}.py ({body['date']})", claims))
+            command = f"python benchmarks/{script}.py ({body['date']})"
+            found.append(Section(script, command, claims, where=body.get("machine", "")))
     return found
 
 

@@ -42,6 +42,12 @@ from peers.settings import CANDIDATES, DEFAULTS, INFORMATION, KNOWN_BEST
 NAMES = {"huggingface": "transformers.Trainer", "lightning": "lightning.Trainer"}
 PACKAGES = {"huggingface": "transformers", "lightning": "lightning"}
 KEEPS_MEMORY = "malloc that keeps memory"
+OUR_CANDIDATES: dict[str, tuple[str, ...]] = {
+    "defaults": (),
+    "compiled": ("fusion.compile=true",),
+    "all operators": ("fusion.level=all",),
+    "all operators, compiled": ("fusion.level=all", "fusion.compile=true"),
+}
 OURS, OWN_DEFAULT, DEFAULT, BEST = "ours", "our defaults", "default", "best"
 FULL = {
     "llama-10m": Pace(warmup=5, steps=4, rounds=3, attempts=5, patience_s=120.0),
@@ -55,9 +61,9 @@ MOST_STEPS = 2000
 
 @dataclass(frozen=True)
 class Best:
-    """The best settings: whether our blocks are compiled, and each peer's, with its label."""
+    """The best settings: ours, and each peer's, with its label."""
 
-    compiled: bool
+    ours: tuple[str, ...]
     settings: Mapping[str, tuple[str, dict[str, Any]]]
 
 
@@ -71,7 +77,9 @@ def find_best(work: Workload, folder: Path, pilot: Pace) -> tuple[Best, dict[str
         times[side.name] = min(medians(ran))
         return times[side.name]
 
-    ours = {value: timed(our_side(work, KEEPS_MEMORY, compiled=value)) for value in (False, True)}
+    ours = {
+        candidate: timed(our_side(work, KEEPS_MEMORY, candidate)) for candidate in OUR_CANDIDATES.values()
+    }
     settings = {}
     for peer, candidates in CANDIDATES.items():
         found = {
@@ -80,22 +88,21 @@ def find_best(work: Workload, folder: Path, pilot: Pace) -> tuple[Best, dict[str
         }
         label = min(found, key=found.__getitem__)
         settings[peer] = (label, candidates[label])
-    return Best(ours[True] < ours[False], settings), times
+    return Best(min(ours, key=ours.__getitem__), settings), times
 
 
-def sides_of(work: Workload, allocator: str, peer: str, best: Best, *, everything: bool) -> dict[str, Side]:
-    """Ours and one peer's; with ``everything`` also defaults and lines for information."""
+def sides_of(work: Workload, allocator: str, peer: str, best: Best) -> dict[str, Side]:
+    """Ours and one peer's, with its defaults and lines for information."""
     label, settings = best.settings[peer]
     sides = {
-        OURS: our_side(work, allocator, compiled=best.compiled),
+        OURS: our_side(work, allocator, best.ours),
         BEST: peer_side(work, allocator, peer, label, settings),
     }
-    if everything:
-        sides[DEFAULT] = peer_side(work, allocator, peer, "its defaults", DEFAULTS[peer])
-        for label, settings in INFORMATION.get(peer, {}).items():
-            sides[label] = peer_side(work, allocator, peer, label, settings)
-        if best.compiled and peer == next(iter(NAMES)):
-            sides[OWN_DEFAULT] = our_side(work, allocator, compiled=False)
+    sides[DEFAULT] = peer_side(work, allocator, peer, "its defaults", DEFAULTS[peer])
+    for label, settings in INFORMATION.get(peer, {}).items():
+        sides[label] = peer_side(work, allocator, peer, label, settings)
+    if best.ours and peer == next(iter(NAMES)):
+        sides[OWN_DEFAULT] = our_side(work, allocator)
     return sides
 
 
@@ -121,7 +128,7 @@ def claims_of(work: Workload, allocator: str, peer: str, best: Best, ran: Mappin
                 medians(side),
                 target=1.0 if claimed else 0.0,
                 note=(
-                    f"ours: fusion.compile={json.dumps(best.compiled)}, logging every step; theirs: {side.name}; "
+                    f"ours: {' '.join(best.ours) or 'defaults'}, logging every step; theirs: {side.name}; "
                     f"A/A {'unknown' if noise is None else format(noise, '.1%')}; "
                     f"{require_same_work(ran[OURS].done, side.done, side.name)}; ln V {random_loss:.3f}; others took "
                     f"at most {max(block.foreign_share for block in blocks):.1%} of the machine"
@@ -147,7 +154,7 @@ def run(presets: Mapping[str, Pace], allocators: Sequence[str], raw: Path | None
                 for peer in NAMES:
                     key = f"{allocator}, {peer}"
                     print(f"{preset}, {key}", file=sys.stderr)
-                    sides = sides_of(work, allocator, peer, best, everything=True)
+                    sides = sides_of(work, allocator, peer, best)
                     order = palindrome(OURS, [side for side in sides if side != OURS], pace.rounds)
                     ran = run_session(sides, order, folder / key.replace(" ", "-"), pace)
                     sessions[key] = {side: asdict(one) for side, one in ran.items()}
@@ -159,17 +166,20 @@ def run(presets: Mapping[str, Pace], allocators: Sequence[str], raw: Path | None
 
 
 def run_quick() -> list[Claim]:
-    """llama-10m against both peers' known best settings, a few steps each."""
-    best = Best(False, KNOWN_BEST)
+    """llama-10m at two sequences a step against both peers' known best settings, in one session of a few steps each."""
+    best = Best((), KNOWN_BEST)
     claims = []
     with tempfile.TemporaryDirectory(prefix="step-vs-peers-") as name:
         folder = Path(name).resolve()
-        work = Workload(folder / "work", "llama-10m", 8, 1, 100)
+        work = Workload(folder / "work", "llama-10m", 2, 1, 100)
         work.write()
-        for peer in NAMES:
-            sides = sides_of(work, KEEPS_MEMORY, peer, best, everything=False)
-            ran = run_session(sides, palindrome(OURS, [BEST], QUICK.rounds), folder / peer, QUICK)
-            claims += claims_of(work, KEEPS_MEMORY, peer, best, ran)
+        sides = {OURS: our_side(work, KEEPS_MEMORY, best.ours)}
+        for peer, (label, settings) in best.settings.items():
+            sides[peer] = peer_side(work, KEEPS_MEMORY, peer, label, settings)
+        order = palindrome(OURS, list(best.settings), QUICK.rounds)
+        ran = run_session(sides, order, folder / "session", QUICK)
+        for peer in best.settings:
+            claims += claims_of(work, KEEPS_MEMORY, peer, best, {OURS: ran[OURS], BEST: ran[peer]})
     _show(claims)
     return claims
 
@@ -194,7 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="llama-10m, known best settings, under a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="llama-10m, two sequences a step, known best settings"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument(
         "--preset", action="append", help="instead of llama-10m and llama-50m; may be repeated"

@@ -179,7 +179,7 @@ def run(folder: Path, size: int, repeats: int) -> list[Claim]:
             [],
             [ACCOUNT_BYTES / memory for _, memory in whole],
             1.0,
-            f"peak {median(memory for _, memory in whole) / 1e6:.0f} MB, of which the table of events is 73 bytes each",
+            f"peak {median(memory for _, memory in whole) / 1e6:.0f} MB, of which the table of events is 81 bytes each",
         ),
         _claim(
             f"{what}, read again from the cache: {CACHED_S:g} s over the time it takes",

@@ -44,24 +44,29 @@ def trials(folder: Path, count: int) -> list[dict[str, Any]]:
     done: list[dict[str, Any]] = json.loads(state.read_text())["trials"] if state.exists() else []
     config = folder / "a.toml"
     write_text(config, to_toml(load_config("llama-2m", OVERRIDES).config))
-    trainer = CommandLineTrainer(folder / "logs")
-    while len(done) < count:
-        number = len(done) + 1
-        result = run_trial(
-            config, config, trainer=trainer, runs_dir=folder / "runs", name=f"aa-{number}", settings=SETTINGS
-        )
-        if result.judgement is None:
-            sys.exit(f"trial {number} has no figure: {result.why}")
-        speeds = [block.tokens_per_second for block in result.blocks]
-        done.append({"speeds": speeds, "elapsed_s": result.elapsed_s})
-        write_json(state, {"schema": 1, "trials": done})
-        measured = result.judgement.measured
-        print(
-            f"trial {number} of {count}: {measured.ratio:.4f} [{measured.low:.4f}, {measured.high:.4f}], blocks "
-            f"deviate by {measured.deviation:.2%}, {result.elapsed_s:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+    with CommandLineTrainer(folder / "logs") as trainer:
+        while len(done) < count:
+            number = len(done) + 1
+            result = run_trial(
+                config,
+                config,
+                trainer=trainer,
+                runs_dir=folder / "runs",
+                name=f"aa-{number}",
+                settings=SETTINGS,
+            )
+            if result.judgement is None:
+                sys.exit(f"trial {number} has no figure: {result.why}")
+            speeds = [block.tokens_per_second for block in result.blocks]
+            done.append({"speeds": speeds, "elapsed_s": result.elapsed_s})
+            write_json(state, {"schema": 1, "trials": done})
+            measured = result.judgement.measured
+            print(
+                f"trial {number} of {count}: {measured.ratio:.4f} [{measured.low:.4f}, {measured.high:.4f}], blocks "
+                f"deviate by {measured.deviation:.2%}, {result.elapsed_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     return done[:count]
 
 

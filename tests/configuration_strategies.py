@@ -14,9 +14,12 @@ Values = dict[str, dict[str, Any]]
 # Leaves that name things outside the configuration; a random value would test the disk, not the rules.
 _EXTERNAL = {
     "data.data_path",
+    "data.remote_cache_path",
+    "data.sample_cache_path",
     "data.tokenizer_path",
     "checkpoint.initial_load_path",
     "memory.device_memory_limit_bytes",
+    "fusion.tuned_file",
     "run.runs_dir",
 }
 
@@ -30,7 +33,11 @@ _WILD: dict[str, tuple[list[Any], list[Any]]] = {
     "model.num_layers": ([1, 2, 3], [-1, 0, 1025, "two"]),
     "data.num_workers": ([0, 1], [-1, 257, "all"]),
     "data.split": (["0,5", "5,0", "0,0", "1,1"], ["95", "a,b", ""]),
-    "data.transform": (["numpy.flip", "numpy:flip", "a..b", "a.1x.y"], ["flip", "1x.y"]),
+    "data.transform": (["numpy.flip", "numpy:flip,numpy.sort", "a..b", "a.1x.y"], ["flip", "1x.y", "a.b,"]),
+    "data.batch_transform": (["numpy.copy", "numpy:flip", "a..b"], ["flip", "a.b c.d"]),
+    "data.prefetch_batches": ([0, 1, 3], [-1, 1025, "all"]),
+    "data.sample_cache_bytes": ([0, 1, 10_000], [-1, "all"]),
+    "data.packing": (["concatenate", "best_fit", "pad"], ["padded", 1]),
     "profiler.profile_ranks": (["0", "1", "0,1", "all"], ["", "0,", "first", 0]),
     "run.num_threads": ([1, 2], [-1, 0]),
     "run.name": (["ok.name_1"], ["a b", "", "-x", 5]),
@@ -44,6 +51,8 @@ _WILD: dict[str, tuple[list[Any], list[Any]]] = {
     "parallelism.zero_stage": ([0, 1, 2, 3], [-1, 4, "all"]),
     "parallelism.hybrid_shard_size": ([1, 2, 3], [-1, 0]),
     "parallelism.rank_order": (["tp-cp-pp-dp", "dp-pp-cp-tp", "tp-tp-pp-dp"], ["tp-dp", "tp cp pp dp", ""]),
+    "memory.recompute_modules": (["norm", "core_attn,mlp", "mlp,mlp_act"], ["attention", "norm,", ""]),
+    "overlap.tp_chunks": ([1, 3, 4.0, "2"], [-1, 0, 2.5, "", "all", True]),
 }
 
 
@@ -170,6 +179,9 @@ def _training(draw: st.DrawFn, ranks: int, least_microbatches: int) -> Values:
             "num_workers": num_workers,
             "prefetch_factor": draw(st.integers(1, 4)) if num_workers else 2,
             "transform": _maybe(draw, draw(st.sampled_from(["numpy.flip", "numpy:sort"]))),
+            "batch_transform": _maybe(draw, "numpy.sort"),
+            "packing": draw(st.sampled_from(["concatenate", "concatenate", "best_fit", "pad"])),
+            "prefetch_batches": 0 if num_workers else draw(st.sampled_from([0, 2])),
         },
         "optimizer": {
             "lr": draw(st.sampled_from([1e-5, 1e-3, 0.1])),
@@ -202,7 +214,7 @@ def _surroundings(draw: st.DrawFn, world_size: int, profiles: bool) -> Values:
         "overlap": {"bucket_size_mb": draw(st.sampled_from([0, 0.01, 25]))},
         "fusion": {"compile": draw(st.booleans())},
         "memory": {"device_memory_limit_bytes": _maybe(draw, 2**40)},
-        "precision": {"params_dtype": draw(st.sampled_from(["fp32", "bf16"]))},
+        "precision": {"params_dtype": draw(st.sampled_from(["fp32", "bf16", "fp16"]))},
         "checkpoint": {
             "save_interval": draw(st.integers(0, 3)),
             "keep_latest_k": draw(st.integers(1, 3)),

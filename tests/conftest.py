@@ -1,7 +1,9 @@
 """Shared by all tests. Its place also puts this folder on the import path: helpers lie beside it."""
 
+import fcntl
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,13 @@ from hypothesis import HealthCheck, settings
 # take the cores of whoever else works, and several test processes do.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# A deadline would be an assertion about time, which a busy machine breaks.
-settings.register_profile("drivetrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A deadline would be an assertion about time, which a busy machine breaks; how much of what is drawn is filtered or too
+# large is chance.
+settings.register_profile(
+    "drivetrain",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
 settings.load_profile("drivetrain")
 
 pytest_plugins = ["runs_on_the_spot"]
@@ -32,6 +39,24 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
             report.outcome = "failed"
             report.longrepr = f"{SHARED} is there, and yet this was skipped: {reason}"
     return report
+
+
+@pytest.fixture(scope="module")
+def only_labs_here() -> Iterator[None]:
+    """No other process of tests has network labs meanwhile: they share the machine's list of namespaces, which tests
+    compare before and after."""
+    place = Path(tempfile.gettempdir()) / f"drivetrain-tests-of-labs-{os.getuid()}.lock"
+    with place.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers_are_those_of_a_fresh_process() -> None:
+    """What a test draws does not depend on the tests that this process had before it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(67280421310721)  # torch's own default
 
 
 @pytest.fixture(autouse=True)

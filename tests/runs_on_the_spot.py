@@ -4,13 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drivetrain.archive.origin import PLAIN, RunOrigin
 from drivetrain.archive.reader import Run, open_run
+from drivetrain.config import LaunchFacts, load_config, violations
+from forkserver import run_drivetrain
+from rank_processes import on_ranks
 
 VOCABULARY = 384
 TINY_TOML = """
@@ -77,17 +81,11 @@ class Tiny:
         )
 
     def run(
-        self, *arguments: str, timeout: float = 240, **options: Any
+        self, *arguments: str, timeout: float = 600, environment: Mapping[str, str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run ``drivetrain`` to its end."""
-        process = self.start(*arguments, **options)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
+        """Run ``drivetrain`` to its end, in a process of its own whose imports are done."""
+        whole = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        return run_drivetrain(arguments, self.folder, whole, timeout=timeout)
 
     def train(self, *overrides: str, options: Sequence[str] = ()) -> dict[str, Any]:
         """Train to the end; the ``--json`` document."""
@@ -96,10 +94,38 @@ class Tiny:
         document: dict[str, Any] = json.loads(done.stdout)
         return document
 
+    def train_on_ranks(
+        self, world_size: int, *overrides: str, origin: RunOrigin = PLAIN, per_host: int | None = None
+    ) -> Run:
+        """Train to the end on ranks that no launcher starts: its agent imports torch, and each of its ranks again.
+
+        Args:
+            per_host: of so many ranks each is told that they are all on its machine; None: of all.
+        """
+        from drivetrain.engine.creation import create_run
+        from drivetrain.engine.data.corpus import ensure_corpus
+
+        loaded = load_config(str(self.file), overrides)
+        broken = violations(loaded.config, LaunchFacts(world_size))
+        assert broken == [], broken
+        corpus = ensure_corpus(loaded.config.data, loaded.config.model)
+        path = create_run(loaded, corpus, world_size=world_size, argv=["drivetrain"], origin=origin)
+        assert set(on_ranks(_work, world_size, str(path), per_host or world_size)) == {"finished"}
+        return open_run(path)
+
     def only_run(self) -> Run:
         """The one run that was made."""
         (path,) = self.runs.iterdir()
         return open_run(path)
+
+
+def _work(path: str, per_host: int) -> str:
+    """On one rank: how its run ended."""
+    from drivetrain.engine.parallel.process_group import Ranks
+    from drivetrain.engine.worker import work
+
+    ranks = Ranks.from_environment({**os.environ, "LOCAL_WORLD_SIZE": str(per_host)})
+    return work(Path(path), ranks).outcome.status
 
 
 @pytest.fixture

@@ -73,15 +73,15 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = root / "drivetrain"
     shutil.copytree(ORIGINAL, package, ignore=shutil.ignore_patterns("__pycache__"))
     original = content(package)
-    schema = package / "config" / "execution.py"
+    schema = package / "config" / "fusion.py"
     text = schema.read_text()
-    place = text.index("class MemoryConfig")
+    place = text.index("_CORE = (")
     schema.write_text(f"{text[:place].rstrip()}{FIELD}\n\n{text[place:]}")
     (package / "catalogue" / "dummy.py").write_text(ENTRY.lstrip())
     (package / "engine" / "optimisations" / "dummy.py").write_text(IMPLEMENTATION.lstrip())
     now = content(package)
     touched = sorted(name for name in now if now[name] != original.get(name))
-    assert touched == ["catalogue/dummy.py", "config/execution.py", "engine/optimisations/dummy.py"]
+    assert touched == ["catalogue/dummy.py", "config/fusion.py", "engine/optimisations/dummy.py"]
     assert original.keys() <= now.keys()
     return root
 
@@ -93,7 +93,7 @@ def run(root: Path, arguments: Sequence[str], cwd: Path) -> "subprocess.Complete
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 
@@ -145,6 +145,7 @@ def test_a_run_records_it_with_its_evidence(extended: Path, tiny: Tiny) -> None:
         "reason": "it does nothing",
         "evidence": "shown",
         "evidence_why": "every step was idle",
+        "served": {},
     }
     finding = "fusion.dummy = true is in effect, but it does nothing"
     assert finding in document["findings"]

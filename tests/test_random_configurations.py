@@ -77,6 +77,6 @@ def test_a_sample_of_random_configurations() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_two_thousand_random_configurations() -> None:
     judge(LONG)

@@ -1,9 +1,9 @@
 """Our side: the real ``drivetrain train`` command, logging at every step; times come from its metrics."""
 
-import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
@@ -18,15 +18,14 @@ __all__ = ["our_side"]
 INTERRUPTED = 130
 
 
-def our_side(work: Workload, allocator: str, *, compiled: bool) -> Side:
-    """``drivetrain train`` on the workload."""
-    value = json.dumps(compiled)
+def our_side(work: Workload, allocator: str, settings: Sequence[str] = ()) -> Side:
+    """``drivetrain train`` on the workload, with ``settings`` (``section.field=value``)."""
     return Side(
-        name=f"drivetrain, fusion.compile={value}",
+        name=f"drivetrain, {' '.join(settings) or 'defaults'}",
         command=[
             *(sys.executable, "-m", "drivetrain", "train", work.preset),
             *work.overrides(),
-            f"fusion.compile={value}",
+            *settings,
             "--json",
         ],
         environment=environment(allocator),

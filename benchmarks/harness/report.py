@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from drivetrain.measure.machine import cpu_flags, cpu_model
 from harness.claims import Claim, verdict
 
-__all__ = ["Section", "markdown"]
+__all__ = ["Section", "machine", "markdown"]
 
 PACKAGES = ("drivetrain", "torch", "transformers", "accelerate", "lightning", "numpy")
 INSTRUCTIONS = ("avx512f", "avx512_bf16", "amx_bf16")
@@ -18,11 +18,12 @@ INSTRUCTIONS = ("avx512f", "avx512_bf16", "amx_bf16")
 
 @dataclass(frozen=True)
 class Section:
-    """One script's results."""
+    """One script's results. ``where``: the machine they are of; empty: that of the page."""
 
     script: str
     command: str
     claims: Sequence[Claim]
+    where: str = ""
 
 
 def markdown(sections: Sequence[Section], *, date: datetime.date, minutes: float, source: str) -> str:
@@ -43,17 +44,24 @@ def markdown(sections: Sequence[Section], *, date: datetime.date, minutes: float
         *_facts(date, minutes, source),
     ]
     for section in sections:
-        lines += ["", f"## {section.script}", "", f"`{section.command}`", "", *_table(section.claims), ""]
+        lines += ["", f"## {section.script}", "", f"`{section.command}`", ""]
+        lines += [f"On {section.where}.", ""] if section.where else []
+        lines += [*_table(section.claims), ""]
         lines += [f"{number}. {claim.note}" for number, claim in enumerate(section.claims, start=1)]
     return "\n".join(lines) + "\n"
 
 
-def _facts(date: datetime.date, minutes: float, source: str) -> list[str]:
+def machine() -> str:
+    """This machine in words: what decides how its figures compare with another's."""
     flags = cpu_flags()
     has: Mapping[str, str] = {name: "yes" if name in flags else "no" for name in INSTRUCTIONS}
+    return f"{cpu_model()}, {os.cpu_count()} CPUs, " + ", ".join(f"{k}: {v}" for k, v in has.items())
+
+
+def _facts(date: datetime.date, minutes: float, source: str) -> list[str]:
     rows = {
         "date": date.isoformat(),
-        "machine": f"{cpu_model()}, {os.cpu_count()} CPUs, " + ", ".join(f"{k}: {v}" for k, v in has.items()),
+        "machine": f"{machine()}, where a section names no other",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "versions": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
         "revision": source,

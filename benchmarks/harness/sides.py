@@ -18,6 +18,7 @@ class Sides:
         note: what is computed, on both sides.
         peer: what the other side is made of.
         same_results: whether the two are compared before they are timed; not where each draws at random for itself.
+        no_slower: whether what is claimed is that ours takes no more time, within what the measurement scatters.
     """
 
     name: str
@@ -27,3 +28,4 @@ class Sides:
     note: str
     peer: str = "torch eager"
     same_results: bool = True
+    no_slower: bool = False

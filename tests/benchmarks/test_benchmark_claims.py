@@ -63,6 +63,17 @@ def test_an_interval_that_holds_the_target_is_said_to_be_noise(b: list[float], o
     assert f"| {outcome} |" in page
 
 
+def test_a_section_of_another_machine_says_which() -> None:
+    claim = times([1.0, 1.0], [2.0, 2.0])
+    here, there = (
+        Section("a", "python a", [claim]),
+        Section("b", "python b", [claim], where="a machine, 2 CPUs"),
+    )
+    page = markdown([here, there], date=datetime.date(2026, 1, 1), minutes=1.0, source="abc")
+    assert page.count("On a machine, 2 CPUs.") == 1
+    assert page.index("## b") < page.index("On a machine")
+
+
 def test_the_ratio_is_that_of_the_medians_and_lies_in_its_interval() -> None:
     claim = times([1.0, 2.0, 9.0], [3.0, 4.0, 5.0])
     assert claim.ratio == 2.0

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def start(*arguments: str, **environment: str) -> "subprocess.Popen[bytes]":
-    program = "import time; time.sleep(60)"
+    program = "import time; time.sleep(600)"
     return subprocess.Popen([sys.executable, "-c", program, *arguments], env={**os.environ, **environment})
 
 
@@ -37,7 +37,7 @@ def test_ranks_are_the_processes_of_this_run_that_have_a_rank(tmp_path: Path) ->
         start("drivetrain", other, RANK="1"),
     ]
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 600
         while len(found := ranks_of(Path(run))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert found == {3: processes[0].pid, 0: processes[1].pid}
@@ -51,19 +51,20 @@ def test_what_a_rank_has_started_is_no_rank(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     program = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', *sys.argv[1:]])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', *sys.argv[1:]])\n"
         f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
-        "try:\n    time.sleep(60)\nfinally:\n    child.kill()\n"
+        "try:\n    time.sleep(600)\nfinally:\n    child.kill()\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program, "drivetrain", run], env={**os.environ, "RANK": "2"}
     )
     try:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "child").exists() and time.monotonic() < deadline:
+        deadline = time.monotonic() + 600
+        told = tmp_path / "child"
+        while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.2)
-        child = int((tmp_path / "child").read_text())
+        child = int(told.read_text())
         assert b"RANK=2" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         assert ranks_of(Path(run)) == {2: parent.pid}
     finally:
@@ -83,7 +84,7 @@ def test_whatever_is_half_written_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_four_ranks_that_hold_one_model_go_on_after_two_kills_as_if_nothing_had_happened(
     tmp_path: Path,
 ) -> None:

@@ -89,7 +89,7 @@ def test_the_control_changes_one_moment_and_is_a_sound_checkpoint(tmp_path: Path
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_two_pairs_of_layouts_go_on_as_one_run_and_a_changed_moment_shows(tmp_path: Path) -> None:
     plan = Plan(pairs=[(ONE, "tp2 pp2"), ("tp2 pp2", "dp2 zero3"), (ONE, ONE)], exported=["tp2 pp2"])
     session = Session(LayoutRuns(tmp_path), plan)

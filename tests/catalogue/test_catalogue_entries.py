@@ -16,15 +16,38 @@ from drivetrain.config import (
     idle_fields,
     leaves,
     load_config,
+    operator_fields,
     violations,
 )
 from drivetrain.errors import DrivetrainError
 from drivetrain.measure.account import Account, RankAccount, StepAccount, Window
-from drivetrain.measure.optimisation import Count, Observation
+from drivetrain.measure.optimisation import Count, HostMemory, Observation
 
 TWO = LaunchFacts(world_size=2)
+# What an entry needs that has nothing to do on two ranks of a machine.
+FACTS = {"hierarchical_collectives": LaunchFacts(world_size=4, local_world_size=2)}
 FOR_TWO = ["training.micro_batch_size=8", "checkpoint.save_interval=10"]
 BASE = load_config("llama-2m", FOR_TWO).config
+# What a model must be like for entries that have nothing to do in a Llama.
+MODELS = {
+    "hierarchical_collectives": ["training.micro_batch_size=4"],
+    "layer_norm": ["model.normalization=LayerNorm"],
+    "add_layer_norm": ["model.normalization=LayerNorm"],
+    "bias_dropout_add": ["model.hidden_dropout=0.1"],
+    "overlap_param_gather": ["parallelism.zero_stage=1"],
+    "prefetch_blocks": ["parallelism.zero_stage=3"],
+    "tp_chunks": ["parallelism.tensor_model_parallel_size=2"],
+    "tp_async_gradient": ["parallelism.tensor_model_parallel_size=2"],
+    "tp_symmetric_memory": [
+        "parallelism.tensor_model_parallel_size=2",
+        "parallelism.sequence_parallel=true",
+        "run.device=cuda",
+    ],
+}
+OPERATORS = operator_fields()
+# An operator is a move of its own where the level is on and leaves it out.
+MODELS |= {name: ["fusion.level=all", *MODELS.get(name, [])] for name in OPERATORS}
+MODELS["bake_transforms"] = ["data.transform=numpy.sort"]
 NOTHING = Observation(
     num_steps=2, missing=frozenset({"operators", "kernels", "ranges", "shapes", "collectives"})
 )
@@ -38,20 +61,80 @@ SAVE = {**LOOP, "drivetrain/checkpoint": Count(1, 900)}
 SHOWN = {
     "async_save": Observation(2, ranges={**SAVE, "drivetrain/checkpoint/snapshot": Count(1, 90)}),
     "bf16": Observation(2, matmul_dtypes={"bf16": Count(9, 900), "fp32": Count(1, 10)}),
+    "fp16": Observation(2, matmul_dtypes={"fp16": Count(9, 900), "fp32": Count(1, 10)}),
     "compile": Observation(2, ranges={**LOOP, "Torch-Compiled Region: 0/0": Count(4, 80)}),
     "data_workers": Observation(
         2, ranges={**LOOP, "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__": Count(2, 5)}
     ),
     "ddp_bucket": Observation(2, collective_bytes={"all_reduce": (32, 4_000, 9_000, 4, 32, 4_000, 9_000, 4)}),
     "fused_adamw": Observation(2, ranges=LOOP, operators={"aten::_fused_adamw_": Count(4, 50)}),
+    "grad_reduce_dtype": Observation(2, ranges={**LOOP, "drivetrain/wire/bf16": Count(6, 50)}),
+    "overlap_param_gather": Observation(2, ranges={**LOOP, "drivetrain/gather/overlapped": Count(6, 50)}),
+    "hierarchical_collectives": Observation(2, ranges={**LOOP, "drivetrain/levels/all_reduce": Count(6, 50)}),
+    "prefetch_blocks": Observation(
+        2,
+        ranges={
+            **LOOP,
+            "FSDP::all_gather (blocks.0)": Count(8, 50),
+            "FSDP::forward_prefetch for blocks.1": Count(2, 9),
+        },
+    ),
+    "tp_chunks": Observation(2, ranges={**LOOP, "drivetrain/tp_chunk/summed": Count(32, 60)}),
+    "tp_async_gradient": Observation(2, ranges={**LOOP, "drivetrain/tp_async/copied": Count(8, 60)}),
+    "recompute": Observation(2, ranges={**LOOP, "drivetrain/recompute/norm": Count(16, 60)}),
+    "tp_symmetric_memory": Observation(
+        2,
+        ranges={
+            **LOOP,
+            # Of the two micro-batches that LOOP has, through the layers of BASE.
+            "drivetrain/tp_symmetric/all_gather": Count(8 * BASE.model.num_layers, 60),
+            "drivetrain/tp_symmetric/reduce_scatter": Count(8 * BASE.model.num_layers, 60),
+        },
+    ),
+    "keep_freed_memory": Observation(2, host_memory=HostMemory(True, page_faults_per_step=3.0)),
+    "optimizer_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/optimizer": Count(6, 90)}),
+    "activation_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/activations": Count(6, 90)}),
 }
+OF_FETCHES = {
+    "bake_transforms": "baked",
+    "packing": "packed",
+    "prefetch": "prefetched",
+    "sample_cache": "sample_cache",
+}
+SHOWN |= {
+    name: Observation(2, ranges={**LOOP, f"drivetrain/fetch/{mark}": Count(2, 1)})
+    for name, mark in OF_FETCHES.items()
+}
+SHOWN |= {
+    name: Observation(2, ranges={**LOOP, f"drivetrain/operator/{name}/inductor": Count(8, 90)})
+    for name in OPERATORS
+}
+SHOWN["fusion_level"] = SHOWN["glu"]
 ABSENT = {
     "async_save": Observation(2, ranges=SAVE),
     "bf16": Observation(2, matmul_dtypes={"fp32": Count(9, 900), "unknown": Count(1, 1)}),
+    "fp16": Observation(2, matmul_dtypes={"bf16": Count(9, 900), "unknown": Count(1, 1)}),
     "compile": Observation(2, ranges=LOOP, operators={"aten::mm": Count(8, 100)}),
     "data_workers": Observation(2, ranges=LOOP),
     "ddp_bucket": Observation(2, collective_bytes={"all_reduce": (32, 13_000, 4, 32, 13_000, 4)}),
     "fused_adamw": Observation(2, ranges=LOOP, operators={"aten::addcdiv_": Count(40, 50)}),
+    "grad_reduce_dtype": Observation(2, ranges=LOOP),
+    "overlap_param_gather": Observation(2, ranges={**LOOP, "drivetrain/gather/blocking": Count(2, 50)}),
+    "hierarchical_collectives": Observation(2, ranges=LOOP),
+    "prefetch_blocks": Observation(2, ranges={**LOOP, "FSDP::all_gather (blocks.0)": Count(8, 50)}),
+    "tp_chunks": Observation(2, ranges=LOOP, collective_bytes={"all_reduce": (4_000_000,) * 8}),
+    "recompute": Observation(2, ranges=LOOP),
+    "tp_async_gradient": Observation(2, ranges=LOOP, collective_bytes={"all_reduce": (4_000_000,) * 8}),
+    "tp_symmetric_memory": Observation(2, ranges=LOOP, collective_bytes={"all_gather": (4_000_000,) * 8}),
+    "keep_freed_memory": Observation(2, host_memory=HostMemory(False, page_faults_per_step=9_000.0)),
+    "optimizer_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/activations": Count(6, 90)}),
+    "activation_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/optimizer": Count(6, 90)}),
+}
+
+ABSENT |= dict.fromkeys(OF_FETCHES, Observation(2, ranges=LOOP))
+ABSENT |= {
+    name: Observation(2, ranges={**LOOP, "drivetrain/operator/other/eager": Count(8, 90)})
+    for name in (*OPERATORS, "fusion_level")
 }
 
 
@@ -66,29 +149,30 @@ def names() -> list[str]:
 
 @pytest.mark.parametrize("name", names())
 def test_on_switches_on_and_off_takes_away_and_both_are_legal(name: str) -> None:
-    one = entry(name)
-    off = config_with(one.off(BASE))
+    one, model = entry(name), MODELS.get(name, [])
+    facts = FACTS.get(name, TWO)
+    off = config_with(one.off(BASE), *model)
     assert not one.requested(off)
-    assert violations(off, TWO, all_rules()) == []
-    move = one.on(off, TWO)
+    assert violations(off, facts, all_rules()) == []
+    move = one.on(off, facts)
     assert move is not None
-    on = config_with(move)
+    on = config_with(move, *model)
     assert one.requested(on)
-    assert violations(on, TWO, all_rules()) == []
-    assert one.on(on, TWO) is None, "it is on already"
-    assert one.applies(on, TWO) is None
+    assert violations(on, facts, all_rules()) == []
+    assert one.on(on, facts) is None, "it is on already"
+    assert one.applies(on, facts) is None
     assert one.field in move
     assert one.field in one.off(on)
 
 
 @pytest.mark.parametrize("name", names())
 def test_the_ends_of_a_knob_are_legal_values_and_decide_something(name: str) -> None:
-    one = entry(name)
-    base = one.on(config_with(one.off(BASE)), TWO)
+    one, model = entry(name), MODELS.get(name, [])
+    base = one.on(config_with(one.off(BASE), *model), FACTS.get(name, TWO))
     assert base is not None
     for knob in one.knobs:
         for end in (knob.low, knob.high):
-            config = config_with({**base, knob.field: int(end) if knob.whole else end})
+            config = config_with({**base, knob.field: int(end) if knob.whole else end}, *model)
             assert violations(config, TWO, all_rules()) == []
             assert knob.field not in [idle.field for idle in idle_fields(config, TWO)]
 
@@ -96,10 +180,72 @@ def test_the_ends_of_a_knob_are_legal_values_and_decide_something(name: str) -> 
 @pytest.mark.parametrize("name", names())
 def test_evidence_is_shown_absent_or_unknown_by_what_was_recorded(name: str) -> None:
     one = entry(name)
-    config = BASE
+    config = config_with({"fusion.level": "all"}) if name == "fusion_level" else BASE
     assert one.evidence(config, SHOWN[name], None).kind == "shown"
     assert one.evidence(config, ABSENT[name], None).kind == "absent"
     assert one.evidence(config, NOTHING, None).kind == "unknown", "what was not recorded is not absent"
+
+
+def test_page_faults_are_named_beside_the_evidence_of_kept_memory_and_decide_nothing() -> None:
+    one = entry("keep_freed_memory")
+    few_without = Observation(2, host_memory=HostMemory(False, page_faults_per_step=2.0))
+    found = one.evidence(BASE, few_without, None)
+    assert (found.kind, "; 2 page faults a step" in found.why) == ("absent", True)
+    not_counted = Observation(2, host_memory=HostMemory(True))
+    assert "page faults" not in one.evidence(BASE, not_counted, None).why
+    other = Observation(2, host_memory=HostMemory(None, "tensors lie in memory of another allocator"))
+    assert one.evidence(BASE, other, None).kind == "unknown"
+    assert one.evidence(BASE, other, None).why == "tensors lie in memory of another allocator"
+
+
+def test_memory_of_the_host_is_not_kept_for_a_cuda_device() -> None:
+    one = entry("keep_freed_memory")
+    config = config_with({"run.device": "cuda"})
+    assert one.on(config, TWO) is None
+    why = one.applies(config, TWO)
+    assert why is not None
+    assert "CUDA" in why
+
+
+def test_operators_are_switched_on_together_by_their_level() -> None:
+    moves = {name: entry(name).on(config_with({"fusion.level": "off"}), LaunchFacts()) for name in OPERATORS}
+    assert set(moves.values()) == {None}
+    assert entry("fusion_level").on(config_with({"fusion.level": "off"}), LaunchFacts()) == {
+        "fusion.level": "all"
+    }
+
+
+def test_an_operator_that_another_backend_serves_than_was_asked_for_is_absent() -> None:
+    by_eager = Observation(2, ranges={**LOOP, "drivetrain/operator/glu/eager": Count(8, 90)})
+    asked = config_with({"fusion.glu": "inductor"})
+    found = entry("glu").evidence(asked, by_eager, None)
+    assert (found.kind, found.why) == ("absent", "calls were served by others than inductor: 8 by eager")
+    assert entry("glu").evidence(asked, SHOWN["glu"], None).kind == "shown"
+
+
+def test_compiled_code_of_operators_is_no_evidence_of_compiled_blocks() -> None:
+    graphs = "## Call CompiledFxGraph f1 ##"
+    of_operators = {**LOOP, "drivetrain/operator/glu/inductor": Count(8, 90), graphs: Count(16, 80)}
+    assert entry("compile").evidence(BASE, Observation(2, ranges=of_operators), None).kind == "unknown"
+    more = {**of_operators, "## Call CompiledFxGraph f2 ##": Count(8, 70)}
+    assert entry("compile").evidence(BASE, Observation(2, ranges=more), None).kind == "shown"
+
+
+def test_a_level_asks_for_operators_and_a_field_of_their_own_has_the_last_word() -> None:
+    core = config_with({"fusion.level": "core"})
+    assert entry("glu").requested(core)
+    assert not entry("linear_cross_entropy").requested(core)
+    assert not entry("glu").requested(config_with({"fusion.level": "core", "fusion.glu": "off"}))
+    assert entry("glu").effective_value(core) == "auto"
+    assert entry("glu").effective_value(config_with({"fusion.glu": "inductor"})) == "inductor"
+    dropping = config_with({"fusion.level": "all"}, "model.hidden_dropout=0.1")
+    assert not entry("bias_dropout_add").requested(dropping), "another draw of the mask is in no level"
+
+
+def test_what_a_level_asks_for_and_a_model_has_not_is_nothing_that_anybody_asked_for() -> None:
+    llama = config_with({"fusion.level": "all"})
+    assert not entry("layer_norm").is_asked_for(llama, LaunchFacts())
+    assert entry("layer_norm").is_asked_for(config_with({"fusion.layer_norm": "eager"}), LaunchFacts())
 
 
 def test_a_single_process_has_no_buckets_to_switch_on() -> None:
@@ -169,6 +315,19 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
     assert entry_of_field("optimizer.lr") is None
 
 
+def test_dtypes_of_one_field_exclude_each_other_and_leave_no_loss_scale_behind() -> None:
+    fp16 = config_with({"precision.params_dtype": "fp16"}, "precision.initial_loss_scale=1024")
+    assert violations(fp16, TWO, all_rules()) == []
+    to_bf16 = entry("bf16").on(fp16, TWO)
+    assert to_bf16 == {"precision.params_dtype": "bf16", "precision.initial_loss_scale": 65536.0}
+    for move in (to_bf16, entry("fp16").off(fp16)):
+        changed = config_with(move)
+        assert violations(changed, TWO, all_rules()) == []
+        assert not entry("fp16").requested(changed)
+    assert entry("fp16").on(config_with({"precision.params_dtype": "bf16"}), TWO) is None, "no gain in that"
+    assert entry_of_field("precision.params_dtype") is entry("bf16")
+
+
 def variant(name: str, **changes: Any) -> Optimisation:
     return dataclasses.replace(entry(name), **changes)
 
@@ -220,4 +379,4 @@ def test_a_knob_has_a_range() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_the_field_of_an_entry_is_a_leaf_whose_value_the_record_can_hold(name: str) -> None:
-    assert leaves()[entry(name).field].kind in ("true or false", "whole number", "number", "choice")
+    assert leaves()[entry(name).field].kind in ("true or false", "whole number", "number", "choice", "text")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from drivetrain.cli.account_sources import first_trace
 from drivetrain.cli.application import application
 from drivetrain.errors import DrivetrainError, RunError
+from drivetrain.measure.optimisation import OptimisationRecord
 from report_samples import make_run
 
 CONTRACT = {
@@ -292,6 +294,34 @@ def profiled_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_is_meant_by_its_name_id_or_latest(profiled_run: Path, reference: str) -> None:
     printed = invoke(profiled_run.name if reference == "id" else reference)
     assert f"Account of {profiled_run.name}" in printed
+
+
+def test_an_operator_that_another_backend_served_is_said_in_the_account_of_its_run(tmp_path: Path) -> None:
+    with make_run(tmp_path / "runs", "small") as writer:
+        writer.open_segment(1)
+        record = OptimisationRecord("rms_norm", "fusion.rms_norm", "triton", requested=True, active=True)
+        writer.event("optimisation", when="start", **record.to_document())
+        folder = writer.path / "profile" / "10-11"
+        folder.mkdir(parents=True)
+        trace = write_trace(folder / "rank0.json.gz", 0, [kernel("ampere_sgemm", 0, 10)], world_size=1)
+        writer.event(
+            "window",
+            what="profile",
+            first=10,
+            last=11,
+            path="profile/10-11",
+            file_bytes={"rank0.json.gz": trace.stat().st_size},
+            tokens=8192,
+            effective_tokens=8192,
+            model_flops=10**12,
+        )
+        fallen = replace(record, active=False, reason="no Triton here", served={"eager": 48})
+        writer.event("optimisation", when="end", **fallen.to_document())
+        writer.event("end", status="finished", reason=None)
+    said = "fusion.rms_norm = triton was asked for; of 48 calls 48 by eager: no Triton here"
+    assert f"warning: {said}" in invoke(str(writer.path)).splitlines()
+    health = json.loads(invoke(str(writer.path), "--json"))["health"]
+    assert [one["message"] for one in health if one["id"] == "operator_fallback"] == [said]
 
 
 def test_what_is_neither_a_path_nor_a_run_says_what_was_tried(profiled_run: Path) -> None:

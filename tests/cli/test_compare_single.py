@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from drivetrain.archive.reader import open_run
+from drivetrain.cli.beginning import Beginning
 from drivetrain.cli.compare_single import on_one_process, run_compare_single
-from drivetrain.cli.train_command import Beginning, new_run, train_to_end
+from drivetrain.cli.train_command import new_run, train_to_end
 from drivetrain.config import LaunchFacts, LoadedConfig, RunConfig, idle_fields, load_config, violations
 from drivetrain.engine.step import Stepper
 from drivetrain.errors import DrivetrainError
@@ -230,7 +231,7 @@ def test_the_command_line_refuses_steps_without_a_comparison_and_torchrun(tiny: 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "layout",
     [

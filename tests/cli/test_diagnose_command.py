@@ -69,7 +69,7 @@ def test_the_largest_loss_of_a_trace_comes_first_with_its_remedy(trace: Path) ->
     assert result.exit_code == 0, result.output
     rows = result.stdout[result.stdout.index("losses") :].splitlines()
     assert "data.loader: the training thread waits for its batch" in rows[2]
-    assert "try data_workers (data.num_workers, at most 1." in rows[3]
+    assert "data_workers (data.num_workers, at most 1." in rows[3]
 
 
 def test_json_is_one_document_with_ranked_findings(trace: Path) -> None:

@@ -111,7 +111,7 @@ def test_without_torch_the_rest_is_reported_with_the_fix(tmp_path: Path) -> None
         [sys.executable, "-c", WITHOUT_TORCH, "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={"PATH": "", "DRIVETRAIN_CACHE": str(tmp_path)},
     )

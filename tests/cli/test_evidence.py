@@ -13,9 +13,13 @@ import pytest
 from drivetrain.archive.optimisations import records_of
 from drivetrain.archive.reader import open_run
 from drivetrain.catalogue import catalogue
+from drivetrain.cli.evidence import with_evidence
+from drivetrain.config import operator_fields
+from drivetrain.measure.corpora import transform_key
 from drivetrain.measure.optimisation import OptimisationRecord
 from runs_on_the_spot import Tiny
 
+SORT = "numpy.sort"
 WINDOW = ["profiler.profile=true", "profiler.profile_step_start=5", "profiler.profile_step_end=7"]
 OFF = [
     "fusion.compile=false",
@@ -23,47 +27,157 @@ OFF = [
     "precision.params_dtype=fp32",
     "data.num_workers=0",
     "overlap.bucket_size_mb=0",
+    "overlap.overlap_param_gather=false",
+    "overlap.prefetch_blocks=0",
+    "overlap.hierarchical_collectives=false",
+    "precision.grad_reduce_dtype=fp32",
     "checkpoint.async_save=false",
     "checkpoint.save_interval=2",
+    "memory.keep_freed_memory=false",
+    "memory.optimizer_offload_fraction=0",
+    "memory.cpu_offloading_num_layers=0",
+    "data.packing=pad",
+    "memory.recompute_granularity=none",
 ]
 ON = [
     "optimizer.fused=true",
     "precision.params_dtype=bf16",
     "data.num_workers=1",
     "checkpoint.async_save=true",
+    "memory.keep_freed_memory=true",
+    "data.packing=best_fit",
+    "memory.recompute_granularity=full",
 ]
+# By the backend eager, which compiles nothing; a level alone would take what operators prefer.
+OPERATORS = ["fusion.level=core", *(f"fusion.{name}=eager" for name in operator_fields())]
+OF_A_GPT = ("layer_norm", "add_layer_norm")
 # Gradients of the tiny model are 0.18 MB.
-RUNS: dict[str, tuple[list[str], list[str]]] = {
-    "off": ([*OFF, *WINDOW], []),
-    "on": ([*OFF, *ON, *WINDOW], []),
-    "two, off": ([*OFF, *WINDOW], ["--nproc", "2"]),
-    "two, on": ([*OFF, *WINDOW, "overlap.bucket_size_mb=0.05"], ["--nproc", "2"]),
-    "compiled": ([*OFF, *WINDOW, "fusion.compile=true"], []),
+RUNS: dict[str, tuple[int, list[str]]] = {
+    "off": (1, [*OFF, *WINDOW]),
+    "on": (1, [*OFF, *ON, *WINDOW]),
+    "two, off": (2, [*OFF, *WINDOW]),
+    "two, on": (2, [*OFF, *WINDOW, "overlap.bucket_size_mb=0.05"]),
+    "two, updates shared, off": (2, [*OFF, *WINDOW, "parallelism.zero_stage=1"]),
+    "two, updates shared, on": (
+        2,
+        [
+            *OFF,
+            *WINDOW,
+            "parallelism.zero_stage=1",
+            "overlap.overlap_param_gather=true",
+            "precision.grad_reduce_dtype=bf16",
+        ],
+    ),
+    "two, all shared, off": (2, [*OFF, *WINDOW, "parallelism.zero_stage=3"]),
+    "two, all shared, on": (2, [*OFF, *WINDOW, "parallelism.zero_stage=3", "overlap.prefetch_blocks=1"]),
+    "two, layers shared, off": (2, [*OFF, *WINDOW, "parallelism.tensor_model_parallel_size=2"]),
+    "two, layers shared, on": (
+        2,
+        [
+            *OFF,
+            *WINDOW,
+            "parallelism.tensor_model_parallel_size=2",
+            "overlap.async_tensor_model_parallel_allreduce=true",
+        ],
+    ),
+    "two, in chunks": (
+        2,
+        [*OFF, *WINDOW, "parallelism.tensor_model_parallel_size=2", "overlap.tp_chunks=2"],
+    ),
+    "two machines, off": (4, [*OFF, *WINDOW, "training.micro_batch_size=2"]),
+    "two machines, on": (
+        4,
+        [*OFF, *WINDOW, "training.micro_batch_size=2", "overlap.hierarchical_collectives=true"],
+    ),
+    # An epoch of less than 15 steps: what the window reads was kept before.
+    "kept on disk": (
+        1,
+        [
+            *OFF,
+            *WINDOW,
+            "data.split=1,99",
+            "model.seq_length=256",
+            "training.train_iters=20",
+            "profiler.profile_step_start=15",
+            "profiler.profile_step_end=17",
+            "data.sample_cache_bytes=1_000_000",
+            "data.sample_cache_path={folder}",
+        ],
+    ),
+    "prefetched": (1, [*OFF, *WINDOW, "data.prefetch_batches=2"]),
+    "fp16": (1, [*OFF, *WINDOW, "precision.params_dtype=fp16"]),
+    "baked": (
+        1,
+        [*OFF, *WINDOW, f"data.transform={SORT}", f"data.data_path={{corpus}}.baked-{transform_key(SORT)}"],
+    ),
+    "offloaded": (
+        1,
+        [*OFF, *WINDOW, "memory.optimizer_offload_fraction=1", "memory.cpu_offloading_num_layers=1"],
+    ),
+    "compiled": (1, [*OFF, *WINDOW, "fusion.compile=true"]),
+    "operators": (1, [*OFF, *WINDOW, *OPERATORS]),
+    "operators, gpt": (
+        1,
+        [*OFF, *WINDOW, *OPERATORS, "model.normalization=LayerNorm"],
+    ),
+    # Which leaves no norm to be added to.
+    "operators, dropping": (1, [*OFF, *WINDOW, *OPERATORS, "model.hidden_dropout=0.1"]),
 }
 ON_IN = {
     "async_save": "on",
+    "hierarchical_collectives": "two machines, on",
+    "bake_transforms": "baked",
+    "packing": "on",
+    "activation_offload": "offloaded",
+    "optimizer_offload": "offloaded",
+    "recompute": "on",
+    "prefetch": "prefetched",
+    "sample_cache": "kept on disk",
     "bf16": "on",
+    "fp16": "fp16",
     "compile": "compiled",
     "data_workers": "on",
     "ddp_bucket": "two, on",
+    "grad_reduce_dtype": "two, updates shared, on",
+    "overlap_param_gather": "two, updates shared, on",
+    "prefetch_blocks": "two, all shared, on",
+    "tp_async_gradient": "two, layers shared, on",
+    "tp_chunks": "two, in chunks",
     "fused_adamw": "on",
+    "keep_freed_memory": "on",
+    "fusion_level": "operators",
+    **dict.fromkeys(operator_fields(), "operators"),
+    **dict.fromkeys(OF_A_GPT, "operators, gpt"),
+    "bias_dropout_add": "operators, dropping",
 }
-OFF_IN = {name: "two, off" if name == "ddp_bucket" else "off" for name in ON_IN}
+ON_A_GPU = {"tp_symmetric_memory"}
+"""What no run on a CPU can have in effect: its own tests show it with stand-ins."""
+OFF_IN = {
+    name: which.replace(", on", ", off") if which.startswith("two") else "off"
+    for name, which in ON_IN.items()
+} | {"tp_chunks": "two, layers shared, off", "tp_symmetric_memory": "two, layers shared, off"}
 
 Train = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def summary_of(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Train:
-    """The ``--json`` document of one of ``RUNS``, trained once."""
+    """The summary of one of ``RUNS``, trained once: that of the command for one process, and of ranks for several."""
     done: dict[str, dict[str, Any]] = {}
 
     def train(which: str) -> dict[str, Any]:
         if which not in done:
-            overrides, options = RUNS[which]
-            done[which] = Tiny(tmp_path_factory.mktemp("evidence"), tiny_corpus).train(
-                *overrides, options=options
-            )
+            world_size, overrides = RUNS[which]
+            folder = tmp_path_factory.mktemp("evidence")
+            tiny = Tiny(folder, tiny_corpus)
+            overrides = [one.format(folder=folder, corpus=tiny_corpus) for one in overrides]
+            if world_size == 1:
+                done[which] = tiny.train(*overrides)
+            else:
+                run = tiny.train_on_ranks(world_size, *overrides, per_host=2)
+                summary = run.summary()
+                assert summary is not None
+                done[which] = dict(with_evidence(run.path, summary))
         return done[which]
 
     return train
@@ -78,7 +192,7 @@ def record_of(summary: dict[str, Any], name: str) -> OptimisationRecord:
 
 
 def test_every_entry_is_tried() -> None:
-    assert sorted(ON_IN) == [one.name for one in catalogue()]
+    assert sorted({*ON_IN, *ON_A_GPU}) == [one.name for one in catalogue()]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +253,7 @@ def test_under_the_users_own_torchrun_the_first_rank_reads_the_window(tiny: Tiny
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drivetrain.archive.reader import open_run
-from drivetrain.cli.profile_command import _with_window
+from drivetrain.cli.profile_command import with_window
 from drivetrain.config import load_config, total_tokens, violations
 from drivetrain.errors import ConfigurationError
 from runs_on_the_spot import Tiny
@@ -19,6 +19,7 @@ def document_of(done: Any) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.long
 def test_two_ranks_are_profiled_calibrated_and_accounted_for(tiny: Tiny) -> None:
     done = tiny.run("profile", str(tiny.file), "--steps", "2", "--nproc", "2", "--json")
     document = document_of(done)
@@ -68,7 +69,7 @@ def test_without_json_the_account_is_printed_and_the_files_are_named(tiny: Tiny)
 
 def test_the_short_run_follows_the_schedule_of_the_whole_one() -> None:
     whole = load_config("llama-2m").config
-    loaded = _with_window("llama-2m", None, [], 5, None)
+    loaded = with_window("llama-2m", None, [], 5, None)
     training, profiler = loaded.config.training, loaded.config.profiler
     assert (profiler.profile_step_start, profiler.profile_step_end, training.train_iters) == (9, 14, 18)
     assert profiler.profile_ranks == "all"
@@ -78,7 +79,7 @@ def test_the_short_run_follows_the_schedule_of_the_whole_one() -> None:
 
 def test_what_the_user_gives_is_kept() -> None:
     overrides = ["training.train_iters=500", "profiler.profile_ranks=0", "profiler.with_stack=true"]
-    loaded = _with_window("llama-2m", None, overrides, 5, 100)
+    loaded = with_window("llama-2m", None, overrides, 5, 100)
     assert loaded.config.training.train_iters == 500
     assert loaded.config.profiler.profile_ranks == "0"
     assert loaded.config.profiler.profile_step_start == 100
@@ -94,7 +95,7 @@ def test_what_the_user_gives_is_kept() -> None:
 )
 def test_what_the_verb_sets_itself_is_refused_with_the_option(override: str, remedy: str) -> None:
     with pytest.raises(ConfigurationError, match=remedy):
-        _with_window("llama-2m", None, [override], 5, None)
+        with_window("llama-2m", None, [override], 5, None)
 
 
 def test_a_window_that_fits_nothing_is_the_answer_no(tiny: Tiny) -> None:

@@ -62,13 +62,35 @@ def test_a_budget_that_starts_no_five_processes_is_refused_at_once() -> None:
             "drop --no-leave-one-out, --gate-steps, --short-gates",
         ),
         (
-            ["--replay", "x", "--trial-steps", "4", "--knob-trials", "0", "--nproc", "1"],
-            "drop --trial-steps, --knob-trials, --nproc",
+            [
+                "--replay",
+                "x",
+                "--trial-steps",
+                "4",
+                "--trial-looks",
+                "1",
+                "--knob-trials",
+                "0",
+                "--nproc",
+                "1",
+            ],
+            "drop --trial-steps, --trial-looks, --knob-trials, --nproc",
         ),
         (["llama-2m", "--only", "warp_drive"], "no optimisation is called 'warp_drive'"),
         (["llama-2m", "--short-gates", "--gate-steps", "50"], "give one of them"),
+        (["llama-2m", "--trial-looks", "2,1"], "increasing whole numbers from 1"),
+        (["llama-2m", "--trial-looks", "1,,2"], "as in 1,2,4"),
+        (["llama-2m", "--trial-looks", "0,2"], "from 1 to 100"),
         (["llama-2m", "training.global_batch_size=17"], "global_batch_size"),
         (["llama-3m"], "did you mean llama-2m"),
+        (
+            [
+                "llama-2m",
+                "checkpoint.initial_load_path=step-00000002",
+                "checkpoint.initial_load_model_only=false",
+            ],
+            "short runs that are compared begin at the first step",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_a_folder_is_made(tiny: Tiny, arguments: list[str], message: str) -> None:
@@ -170,7 +192,7 @@ def test_killed_five_times_the_ladder_ends_and_repeats_no_finished_piece(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform != "linux", reason="signals as on Linux")
 def test_ctrl_c_saves_ends_the_run_and_exits_with_130(tiny: Tiny, tiny_corpus: Path) -> None:
     tuner: subprocess.Popen[bytes] = tiny.start(*slow(tiny), "--budget", "20m")
@@ -180,7 +202,7 @@ def test_ctrl_c_saves_ends_the_run_and_exits_with_130(tiny: Tiny, tiny_corpus: P
         time.sleep(0.2)
         assert tuner.poll() is None
     tuner.send_signal(signal.SIGINT)
-    _, errors = tuner.communicate(timeout=120)
+    _, errors = tuner.communicate(timeout=300)
     assert tuner.returncode == 130, errors.decode()
     (path,) = list_tunes(tiny.folder / "tunes")
     assert open_tune(path).status() == "interrupted"

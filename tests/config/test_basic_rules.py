@@ -7,6 +7,8 @@ from pydantic import ValidationError
 from configuration_strategies import configurations, schema_valid_configs
 from drivetrain.config import BASIC_RULES, LaunchFacts, Rule, RunConfig, leaves, load_config, violations
 from drivetrain.config.parallel_rules import PARALLEL_RULES
+from drivetrain.config.precision_rules import PRECISION_RULES
+from drivetrain.config.recompute_rules import RECOMPUTE_RULES
 
 # rule: overrides of llama-2m that break it and it alone, the message, overrides that come close but keep it
 EXAMPLES: dict[str, tuple[list[str], str, list[str]]] = {
@@ -102,6 +104,18 @@ EXAMPLES: dict[str, tuple[list[str], str, list[str]]] = {
         "data.transform: 'a..b' is no dotted path of a callable; write package.module.function",
         ["data.transform=a.b:c"],
     ),
+    "blend-is-weights-and-corpora": (
+        ["data.data_path=0.5 corpora/a 0.5"],
+        "data.data_path: 3 words, which are no pairs of weight and prefix; write 0.3 corpora/a 0.7 corpora/b",
+        ["data.data_path=0.5 corpora/a 0.5 corpora/b"],
+    ),
+    "url-without-password": (
+        ["data.data_path=1 https://me:secret@host/a 2 b"],
+        "data.data_path: a URL holds a password: it would be shown in messages and kept in records; give it in "
+        "fsspec's configuration files or environment variables, or as the protocol's own package reads it; the "
+        "nearest legal value is the URL without it",
+        ["data.data_path=1 https://me@host/a 2 b"],
+    ),
     "profile-window-not-empty": (
         ["profiler.profile=true", "profiler.profile_step_start=20", "profiler.profile_step_end=20"],
         "profiler.profile_step_end: 20 ends the window before it begins: profile_step_start = 20, and the end "
@@ -129,7 +143,7 @@ def broken(*overrides: str, world_size: int = 1) -> dict[str, str]:
 
 
 def test_every_rule_has_an_example() -> None:
-    elsewhere = {rule.id for rule in PARALLEL_RULES}
+    elsewhere = {rule.id for rule in (*PARALLEL_RULES, *PRECISION_RULES, *RECOMPUTE_RULES)}
     assert [rule.id for rule in BASIC_RULES if rule.id not in elsewhere] == list(EXAMPLES)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.config import BASIC_RULES, Leaf, leaves, load_config
+from drivetrain.config import BASIC_RULES, Leaf, leaves, load_config, operator_fields
 from drivetrain.config import docs as config_docs
 from drivetrain.errors import ConfigurationError
 
@@ -16,6 +16,7 @@ SOURCES = ROOT / "src" / "drivetrain"
 # A leaf that is derived when absent is read through the property or function that derives it.
 READ_THROUGH = {
     "model.ffn_hidden_size": "model.ffn_size",
+    "memory.recompute_modules": "memory.recomputed_parts",
     "model.num_query_groups": "model.query_groups",
     "model.kv_channels": "model.head_size",
     "model.max_position_embeddings": "model.max_positions",
@@ -29,6 +30,7 @@ READ_THROUGH = {
     "profiler.profile_ranks": "profiled_ranks()",
     "lr_schedule.lr_decay_tokens": "decay_tokens()",
     "lr_schedule.lr_wsd_decay_tokens": "wsd_decay_length()",
+    **{f"fusion.{name}": "chosen_backend()" for name in operator_fields()},
 }
 
 

@@ -39,6 +39,20 @@ CASES = {
         ["data.prefetch_factor=4"],
         ["data.prefetch_factor=4", "data.num_workers=1"],
     ),
+    "data.prefetch_batches": (["data.prefetch_batches=2", "data.num_workers=1"], ["data.prefetch_batches=2"]),
+    "data.packing_buffer": (["data.packing_buffer=9"], ["data.packing_buffer=9", "data.packing=best_fit"]),
+    "data.sample_cache_path": (
+        ["data.sample_cache_path=kept"],
+        ["data.sample_cache_path=kept", "data.sample_cache_bytes=9"],
+    ),
+    "data.remote_cache_bytes": (
+        ["data.remote_cache_bytes=9"],
+        ["data.remote_cache_bytes=9", "data.data_path=s3://bucket/corpora/mine"],
+    ),
+    "data.remote_cache_path": (
+        ["data.remote_cache_path=kept"],
+        ["data.remote_cache_path=kept", "data.data_path=0.5 a 0.5 http://host/b"],
+    ),
     "training.eval_interval": (
         ["training.eval_interval=5", "training.eval_iters=0"],
         ["training.eval_interval=5"],
@@ -47,7 +61,22 @@ CASES = {
         ["profiler.with_stack=true"],
         ["profiler.with_stack=true", "profiler.profile=true"],
     ),
+    "fusion.tuned_file": (
+        ["fusion.tuned_file=ops.tuned.toml", "fusion.glu=eager"],
+        ["fusion.tuned_file=ops.tuned.toml", "fusion.level=core"],
+    ),
+    "fusion.allow_fallback": (
+        ["fusion.allow_fallback=true", "fusion.level=all"],
+        ["fusion.allow_fallback=true", "fusion.glu=triton"],
+    ),
     "overlap.bucket_size_mb": (["overlap.bucket_size_mb=1"], []),
+    "overlap.overlap_param_gather": (["overlap.overlap_param_gather=true"], []),
+    "overlap.prefetch_blocks": (["overlap.prefetch_blocks=2"], []),
+    "overlap.async_tensor_model_parallel_allreduce": (
+        ["overlap.async_tensor_model_parallel_allreduce=true"],
+        ["overlap.async_tensor_model_parallel_allreduce=true", "parallelism.tensor_model_parallel_size=2"],
+    ),
+    "precision.grad_reduce_dtype": (["precision.grad_reduce_dtype=bf16"], []),
     "parallelism.sequence_parallel": (
         ["parallelism.sequence_parallel=true"],
         ["parallelism.sequence_parallel=true", "parallelism.tensor_model_parallel_size=2"],
@@ -127,6 +156,25 @@ def test_fields_of_data_parallelism_depend_on_the_ranks_that_are_left_for_it() -
     everything = ["parallelism.zero_stage", "parallelism.hybrid_shard_size", "overlap.bucket_size_mb"]
     assert idle(2, 1) == everything
     assert idle(4, 2) == ["overlap.bucket_size_mb"], "a block's gradients are one bucket"
+
+
+def test_ways_of_travelling_are_idle_at_the_stages_that_do_not_travel_so() -> None:
+    ways = [
+        "overlap.overlap_param_gather=true",
+        "overlap.prefetch_blocks=1",
+        "precision.grad_reduce_dtype=bf16",
+    ]
+
+    def idle(stage: int, *layout: str, world_size: int = 2) -> list[str]:
+        overrides = [*ways, f"parallelism.zero_stage={stage}", "training.micro_batch_size=1", *layout]
+        config = load_config("llama-2m", overrides).config
+        return [one.field for one in idle_fields(config, LaunchFacts(world_size))]
+
+    gather, prefetch = "overlap.overlap_param_gather", "overlap.prefetch_blocks"
+    assert idle(0) == [gather, prefetch]
+    assert idle(1) == idle(2) == [prefetch]
+    assert idle(3) == [gather]
+    assert idle(3, "parallelism.pipeline_model_parallel_size=2", world_size=4) == [gather, prefetch]
 
 
 def test_reducing_with_each_micro_batch_is_idle_where_a_step_has_one() -> None:

@@ -33,7 +33,7 @@ def problems(source: str | Path, *overrides: str) -> list[str]:
         ("fusion.compile=yes", "fusion.compile: expected true or false, got 'yes'"),
         (
             "precision.params_dtype=bf61",
-            "precision.params_dtype: expected one of fp32, bf16, got 'bf61'; did you mean bf16?",
+            "precision.params_dtype: expected one of fp32, bf16, fp16, got 'bf61'; did you mean bf16?",
         ),
         (
             "data.split=95",
@@ -56,7 +56,11 @@ def problems(source: str | Path, *overrides: str) -> list[str]:
             "optimizer.warmup_steps=5",
             "optimizer.warmup_steps: no such field; did you mean lr_schedule.lr_warmup_tokens?",
         ),
-        ("fusion.zzz=5", "fusion.zzz: no such field; the fields of fusion are compile"),
+        (
+            "precision.zzz=5",
+            "precision.zzz: no such field; the fields of precision are params_dtype, grad_reduce_dtype, loss_scale, "
+            "initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis",
+        ),
         ("model.num_layers.x=5", "model.num_layers.x: no such field; did you mean model.num_layers?"),
         ("optimizer=5", "optimizer: is a section; set one of its fields, as in optimizer.field=value"),
         (

@@ -1,5 +1,7 @@
 """Callables for ``data.transform``, good and bad. A module of its own: worker processes import it by name."""
 
+import time
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,3 +49,25 @@ def fail(ids: Ids) -> Ids:
 
 def leave(ids: Ids) -> Ids:
     raise SystemExit(3)
+
+
+def sleep_a_little(ids: Ids) -> Ids:
+    # Against the rest of building a batch, microseconds that a busy machine makes milliseconds.
+    time.sleep(0.01)
+    return ids
+
+
+def double_small(ids: Ids) -> Ids:
+    return ids % 100 * 2
+
+
+def add_one_small(ids: Ids) -> Ids:
+    return ids + 1
+
+
+def reverse_rows_of_batch(ids: Ids) -> Ids:
+    return ids[::-1]
+
+
+def first_row(ids: Ids) -> Ids:
+    return ids[:1]

@@ -2,6 +2,7 @@
 
 import builtins
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from drivetrain.engine.data import prepare as subject
 from drivetrain.engine.data.corpus import Corpus
-from drivetrain.engine.data.indexed import IndexedWriter
+from drivetrain.engine.data.partial import PartialCorpus
 from drivetrain.engine.data.prepare import prepare
 from drivetrain.engine.data.progress import Progress
 from drivetrain.errors import DataError, EnvironmentFault
@@ -97,8 +98,21 @@ def test_json_lines_and_parquet_are_a_document_a_line_and_a_row(tmp_path: Path) 
 def test_a_malformed_json_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     with pytest.raises(DataError, match=rf"x\.jsonl:3: .*{message}"):
-        prepare([tmp_path / "x.jsonl"], tmp_path / "corpus", vocab_size=257)
+        prepare([tmp_path / "x.jsonl"], tmp_path / "corpus", vocab_size=257, strict=True)
     assert not list(tmp_path.glob("corpus*"))
+    meta = prepare([tmp_path / "x.jsonl"], tmp_path / "corpus", vocab_size=257)
+    assert (meta.documents, meta.skipped) == (1, {"broken JSON lines": 1})
+    assert len(meta.broken_lines) == 1
+    assert re.search(rf"x\.jsonl:3: .*{message}", meta.broken_lines[0])
+
+
+def test_an_input_of_broken_lines_alone_is_empty_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"body": "a"}\n' * 3)
+    with pytest.raises(
+        DataError,
+        match=r"left out: 3 broken JSON lines; the first broken line is .*x\.jsonl:1: no key 'text'",
+    ):
+        prepare([tmp_path / "x.jsonl"], tmp_path / "c", vocab_size=257)
 
 
 def test_parquet_without_the_column_or_damaged_is_refused(tmp_path: Path) -> None:
@@ -212,10 +226,10 @@ def test_a_full_disk_keeps_the_old_corpus_and_leaves_no_rest(
     prepare([tmp_path / "x.txt"], tmp_path / "c", vocab_size=257)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("c.*")}
 
-    def no_room(self: IndexedWriter, token_ids: object) -> None:
+    def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(IndexedWriter, "add", no_room)
+    monkeypatch.setattr(PartialCorpus, "append", no_room)
     (tmp_path / "x.txt").write_text("new and longer")
     with pytest.raises(EnvironmentFault, match="No space left"):
         prepare([tmp_path / "x.txt"], tmp_path / "c", vocab_size=257)

@@ -69,7 +69,7 @@ def test_epochs_and_seeds_are_ordered_differently_and_held_out_text_never(number
         {name: st.booleans() for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")}
     ),
 )
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 def test_batches_of_any_documents_keep_every_promise(
     write_corpus: WriteCorpus, lengths: list[int], seq_length: int, data: dict[str, bool]
 ) -> None:

@@ -94,7 +94,7 @@ def test_two_processes_prepare_it_once(small_library: Path, tmp_path: Path) -> N
     processes = [context.Process(target=_prepare_in_process, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
-    heard = [found.get(timeout=120) for _ in processes]
+    heard = [found.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     assert sum("encoding" in phases for phases in heard) == 1

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from drivetrain.engine.data import tokenizer as subject
 from drivetrain.engine.data.tokenizer import (
     END_OF_DOCUMENT,
+    cuts_behind_line_breaks,
     encode,
     end_of_document_id,
     load_tokenizer,
@@ -74,15 +75,15 @@ def test_a_long_document_in_pieces_has_the_ids_of_the_whole(
     text = "".join(TEXTS) + "\n\n  \nx\n)\n\n\ny;\n/z\nend without break" * 30
     whole = encode(trained, [text])[0].tolist()
     monkeypatch.setattr(subject, "PIECE_CHARACTERS", 40)
-    assert len(list(subject._pieces(text))) > 5
-    assert "".join(subject._pieces(text)) == text
+    assert len(list(subject.pieces_of(text))) > 5
+    assert "".join(subject.pieces_of(text)) == text
     assert encode(trained, [text], split_long=True)[0].tolist() == whole
 
 
 def test_a_document_without_line_breaks_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "PIECE_CHARACTERS", 10)
-    assert list(subject._pieces("x" * 100)) == ["x" * 100]
-    assert list(subject._pieces("")) == [""]
+    assert list(subject.pieces_of("x" * 100)) == ["x" * 100]
+    assert list(subject.pieces_of("")) == [""]
 
 
 def test_a_missing_or_unreadable_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
@@ -172,3 +173,10 @@ def test_the_users_own_choice_of_parallelism_stands(monkeypatch: pytest.MonkeyPa
 def test_a_vocabulary_beyond_any_model_is_refused_before_the_library_aborts() -> None:
     with pytest.raises(DataError, match="the largest is 16,777,216"):
         train_tokenizer(TEXTS, 99_999_999_999)
+
+
+@pytest.mark.parametrize("use_regex", [True, False])
+def test_long_texts_are_cut_only_where_no_token_goes_across(use_regex: bool) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    assert cuts_behind_line_breaks(tokenizer) == use_regex

@@ -304,7 +304,7 @@ def test_kill_9_while_the_thread_writes_leaves_the_former_checkpoint(at: int, tm
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert find_latest(tmp_path / "saved", unexpected) == tmp_path / "saved" / "step-00000000"

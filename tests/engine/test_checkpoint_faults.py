@@ -92,7 +92,7 @@ except EnvironmentFault as fault:
     print(fault)
 """
     )
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "File too large" in output
     assert names(tmp_path) == ["step-00000000"]
@@ -152,7 +152,7 @@ def test_kill_9_at_every_file_operation_of_a_save_leaves_a_sound_checkpoint(
 ) -> None:
     code = f"folder = Path({str(tmp_path)!r})\nnew_step = {new_step}\n" + KILLED_AT_EVERY_FILE_OPERATION
     process = run_python(code)
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     operations, outcomes = output.split(" ", 1)
     assert int(operations) > 20
@@ -194,7 +194,7 @@ class ThreadAgreement:
 
 def on_ranks(world_size: int, work: Callable[[Agreement], object]) -> list[object]:
     """Run ``work(agreement)`` on threads; returns what each returned or raised."""
-    barrier = threading.Barrier(world_size, timeout=60)
+    barrier = threading.Barrier(world_size, timeout=240)
     table = [b""] * world_size
     results: list[object] = [None] * world_size
 

@@ -30,7 +30,7 @@ from drivetrain.engine.parallel.gradient_sync import Held
 from drivetrain.engine.parallel.placement import Placement, Shard
 from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.errors import CheckpointError
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 from tiny_training import GPT, LLAMA, MODELS, OWN, Training, names
 
 Parts = Callable[[str, tuple[int, ...]], Placement | None]
@@ -172,7 +172,7 @@ def loads(model: ModelConfig, layout: str, path: str) -> tuple[int, str]:
 
 
 def on_layout(function: Callable[..., Any], model: ModelConfig, layout: str, *arguments: Any) -> list[Any]:
-    return on_ranks(function, len(LAYOUTS[layout]), model, layout, *arguments)
+    return on_kept_ranks(function, len(LAYOUTS[layout]), model, layout, *arguments)
 
 
 @pytest.mark.parametrize(

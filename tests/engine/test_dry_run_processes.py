@@ -91,8 +91,8 @@ def test_ranks_that_fail_are_told_of_and_the_others_answer() -> None:
 
 def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     def interrupted(done: int) -> None:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 300
+        while sum(file.stat().st_size > 0 for file in tmp_path.iterdir()) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         raise KeyboardInterrupt
 
@@ -102,7 +102,7 @@ def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
             16,
             [RankTask(rank, with_step=False) for rank in range(3)],
             at_once=3,
-            time_limit_s=100.0,
+            time_limit_s=600.0,
             progress=interrupted,
             work=write_pid_and_hang,
         )
@@ -119,7 +119,7 @@ def hang_on_three_ranks(folder: str) -> None:
         16,
         [RankTask(rank, with_step=False) for rank in (1, 2, 3)],
         at_once=3,
-        time_limit_s=100.0,
+        time_limit_s=600.0,
         progress=lambda _: None,
         work=write_pid_and_hang,
     )
@@ -139,7 +139,7 @@ def test_a_command_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     call = f"from {__name__} import hang_on_three_ranks; hang_on_three_ranks({str(tmp_path)!r})"
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with subprocess.Popen([sys.executable, "-c", call], env={**os.environ, "PYTHONPATH": path}) as command:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while sum(file.stat().st_size > 0 for file in tmp_path.iterdir()) < 3:
             assert command.poll() is None
             assert time.monotonic() < deadline
@@ -147,7 +147,7 @@ def test_a_command_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
         command.kill()
     pids = [int(file.read_text()) for file in tmp_path.iterdir()]
     assert len(pids) == 3, "all of them were running"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = [pid for pid in pids if is_running(pid)]

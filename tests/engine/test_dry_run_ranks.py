@@ -72,6 +72,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     **{f"tp2-pp2-dp2-zero{stage}": (*THREE, f"{ZERO}={stage}") for stage in (0, 1, 2, 3)},
     "tp2-sp-pp2-dp2-zero3-gpt": (*THREE, f"{ZERO}=3", SEQUENCE, *GPT),
     "tp4-sp-dp2-zero2-gpt-shared-keys": (f"{TP}=4", f"{ZERO}=2", SEQUENCE, *GPT),
+    "tp4-sp-dp2-zero2-gpt-chunks": (f"{TP}=4", f"{ZERO}=2", SEQUENCE, *GPT, "overlap.tp_chunks=3"),
+    "tp2-pp2-dp2-zero2-zbv-chunks": (*THREE, f"{ZERO}=2", f"{SCHEDULE}=zbv", "overlap.tp_chunks=5"),
     "tp2-dp4-hsdp2-zero3": (f"{TP}=2", f"{ZERO}=3", f"{SHARDS}=2"),
     "dp8-hsdp4-zero2-each": (f"{ZERO}=2", f"{SHARDS}=4", EACH, "training.global_batch_size=16"),
     "dp8-zero3-bf16": (f"{ZERO}=3", BF16, "training.global_batch_size=16"),
@@ -209,7 +211,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
     configs = {
         layout: configured(folder, overrides).model_dump_json() for layout, overrides in LAYOUTS.items()
     }
-    return on_ranks(real_steps, WORLD, configs, timeout=800)
+    return on_ranks(real_steps, WORLD, configs, timeout=1700)
 
 
 COUNTED = (0, 3, 7)
@@ -217,7 +219,7 @@ COUNTED = (0, 3, 7)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_are_not_there_hold_and_hand_over_what_eight_real_ones_do(
     layout: str, tmp_path: Path, real: list[dict[str, dict[str, Any]]]
@@ -235,7 +237,9 @@ def test_ranks_that_are_not_there_hold_and_hand_over_what_eight_real_ones_do(
         assert shapes == found["shapes"]
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2-dp2-zero3", "tp4-sp-dp2-zero2-gpt-shared-keys"])
+@pytest.mark.parametrize(
+    "layout", ["tp2-pp2-dp2-zero3", "tp4-sp-dp2-zero2-gpt-shared-keys", "tp4-sp-dp2-zero2-gpt-chunks"]
+)
 def test_a_pass_over_fake_tensors_counts_what_the_formulas_give(layout: str, tmp_path: Path) -> None:
     config = configured(tmp_path, LAYOUTS[layout])
     counted = run_dry(config, WORLD)

@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from drivetrain.archive.reader import Run, open_run
-from drivetrain.cli.train_command import Beginning, run_train, train_to_end
+from drivetrain.cli.beginning import Beginning
+from drivetrain.cli.train_command import run_train, train_to_end
 from drivetrain.config import load_config
 from drivetrain.engine.initial_state import other_data
 from drivetrain.errors import DrivetrainError
@@ -63,13 +64,13 @@ def test_weights_alone_begin_at_step_one(tiny: Tiny, checkpoint: Path) -> None:
     assert list(losses_of(run)) == list(range(1, 9))
 
 
-def refusal(tiny: Tiny, *overrides: str, beginning: Beginning = PLAIN) -> str:
+def refusal(tiny: Tiny, *overrides: str, beginning: Beginning = PLAIN, dry: bool = False) -> str:
     with pytest.raises(DrivetrainError) as caught:
         run_train(
             str(tiny.file),
             [*SETTINGS, *overrides],
             num_processes=1,
-            dry=False,
+            dry=dry,
             overfit=False,
             as_json=True,
             beginning=beginning,
@@ -94,6 +95,21 @@ def test_a_checkpoint_in_place_of_its_weights_is_refused_with_both_ways_to_use_i
     assert f"its weights alone are in {checkpoint / 'model'}" in said
     assert "with checkpoint.initial_load_model_only=false the run goes on from it" in said
     assert "is a checkpoint" not in refusal(tiny, at(checkpoint.parent))
+
+
+@pytest.mark.parametrize("state", [STATE, "checkpoint.initial_load_model_only=true"])
+def test_a_dry_run_looks_at_what_the_run_would_start_from(
+    tiny: Tiny, checkpoint: Path, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    missing = tiny.folder / "no" / "such"
+    assert str(missing) in refusal(tiny, at(missing), state, dry=True)
+    right, wrong = (checkpoint, checkpoint / "model")[:: 1 if state == STATE else -1]
+    assert f"initial_load_model_only={'true' if state == STATE else 'false'}" in refusal(
+        tiny, at(wrong), state, dry=True
+    )
+    settings = {"num_processes": 1, "dry": True, "overfit": False, "as_json": True}
+    assert run_train(str(tiny.file), [*SETTINGS, at(right), state], **settings) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "dry run"
 
 
 def change_a_byte(path: Path) -> None:

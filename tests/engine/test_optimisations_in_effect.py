@@ -27,6 +27,7 @@ PLAIN = [
     "precision.params_dtype=fp32",
     "data.num_workers=0",
     "overlap.bucket_size_mb=0",
+    "data.packing=pad",
 ]
 
 
@@ -86,7 +87,7 @@ def test_each_request_leaves_its_choice_and_is_active() -> None:
 def test_fused_update_without_a_kernel_for_the_device_is_not_in_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    supported = "drivetrain.engine.optimizer._get_fused_kernels_supported_devices"
+    supported = "drivetrain.engine.ops.adamw._get_fused_kernels_supported_devices"
     monkeypatch.setattr(supported, lambda: ["cuda"])
     assert "no fused AdamW for cpu" in str(why_not_fused("cpu"))
     building = building_of("optimizer.fused=true")
@@ -208,7 +209,12 @@ def test_a_run_with_nothing_left_to_train_starts_no_workers(tiny: Tiny) -> None:
     [
         (0, (0, 0), False, "no graph"),
         (4, (9, 9), True, None),
-        (6, (12, 7), True, "gave up on 5 of 12 pieces of code"),
+        (
+            6,
+            (12, 7),
+            True,
+            "gave up on 5 pieces of code, which ran eagerly: forward at model.py:7 (no C++ compiler)",
+        ),
     ],
 )
 def test_the_end_shows_what_became_of_compilation(
@@ -228,7 +234,20 @@ def test_the_end_shows_what_became_of_compilation(
     optimisations = prepared(building_of("fusion.compile=true"))
     assert record_of(optimisations, "compile").active, "asked for, and nothing speaks against it yet"
     counters = {"stats": {"unique_graphs": graphs}, "frames": dict(zip(("total", "ok"), frames, strict=True))}
-    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters=counters))
+    failed = SimpleNamespace(
+        compile_id="3/0",
+        co_name="forward",
+        co_filename="model.py",
+        co_firstlineno=7,
+        recompile_reason=None,
+        fail_type="BackendCompilerFailed",
+        fail_reason="no C++ compiler\nand more",
+        fail_user_frame_filename=None,
+        fail_user_frame_lineno=None,
+    )
+    records = [failed] * (frames[0] - frames[1])
+    kept = SimpleNamespace(counters=counters, get_compilation_metrics=lambda: records)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", kept)
     changed = optimisations.end()
     record = record_of(optimisations, "compile")
     assert record.active == active

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.config.training import OptimizerConfig
+from drivetrain.engine.ops.gradient_clip import total_norm
 from drivetrain.engine.optimizer import (
     build_optimizer,
     clip_gradients,
     optimizer_state,
     set_learning_rate,
-    total_norm,
 )
 
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from drivetrain.archive.origin import RunOrigin
 from drivetrain.archive.reader import open_run
 from drivetrain.archive.writer import RunWriter
-from drivetrain.cli.train_command import Beginning, run_train
+from drivetrain.cli.beginning import Beginning
+from drivetrain.cli.train_command import run_train
 from drivetrain.config import load_config, to_toml
 from drivetrain.engine.data.corpus import ensure_corpus
 from drivetrain.engine.model.batch import check_batch, documents_of
@@ -65,7 +67,7 @@ def test_a_probed_run_equals_an_unprobed_one_to_the_bit(tiny: Tiny, more: tuple[
 def test_the_gradients_are_those_of_the_whole_batch_and_not_clipped(tiny: Tiny) -> None:
     settings = ["training.train_iters=2", "training.clip_grad=0.01"]
     one = open_run(tiny.train(*settings, options=["--probe"])["run"])
-    two = open_run(tiny.train(*settings, options=["--probe", "--nproc", "2"])["run"])
+    two = tiny.train_on_ranks(2, *settings, origin=RunOrigin(probe=True))
     gradients, of_two = (read_gradients(run.path / "probe" / "gradients.safetensors") for run in (one, two))
     norm = float(np.sqrt(sum(float((value.astype(np.float64) ** 2).sum()) for value in gradients.values())))
     assert norm == pytest.approx(one.metrics()[0]["train/grad_norm"], rel=1e-5)

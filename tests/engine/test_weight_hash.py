@@ -94,7 +94,7 @@ class Talk:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=300)
         self.messages = [b""] * size
 
     def of(self, rank: int) -> "Rank":

@@ -77,7 +77,7 @@ class _SlowSum(PendingSum):
         return self._inner.wait()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _SlowGroup(ProcessGroup):
     sleeper: _Sleeper
 
@@ -100,7 +100,7 @@ class _SlowForward:
         return getattr(self._inner, name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _FaultyStepper(Stepper):
     sleeper: _Sleeper
 
@@ -116,7 +116,7 @@ class _FaultyStepper(Stepper):
 def _with_fault(run: TrainingRun, sleeper: _Sleeper) -> TrainingRun:
     stepper = run.stepper
     parts = {name: getattr(stepper, name) for name in stepper.__dataclass_fields__}
-    parts["group"] = _SlowGroup(stepper.group.ranks, sleeper)
+    parts["group"] = _SlowGroup(ranks=stepper.group.ranks, flights=stepper.group.flights, sleeper=sleeper)
     parts["decoder"] = _SlowForward(stepper.decoder, sleeper)
     return replace(run, stepper=_FaultyStepper(**parts, sleeper=sleeper))
 
@@ -146,5 +146,5 @@ def planted_run(config_file: Path, fault: Fault, *overrides: str, world_size: in
     corpus = ensure_corpus(loaded.config.data, loaded.config.model)
     named = LoadedConfig(loaded.config, loaded.source, fault.place)
     path = create_run(named, corpus, world_size=world_size, argv=["planted"])
-    slept = on_ranks(_train, world_size, path, fault, timeout=240)
+    slept = on_ranks(_train, world_size, path, fault, timeout=600)
     return PlantedRun(path, tuple(slept))

@@ -9,6 +9,7 @@ from drivetrain.archive.reader import open_run
 from drivetrain.cli.train_command import new_run, run_train
 from drivetrain.config import load_config
 from drivetrain.errors import ConfigurationError, DrivetrainError
+from rank_processes import free_port
 from runs_on_the_spot import Tiny
 
 
@@ -155,9 +156,10 @@ def test_what_has_no_effect_is_named_when_a_run_is_continued(
 
     monkeypatch.setattr("drivetrain.engine.worker.work", stop)
     if under_torchrun:
-        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **place}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("drivetrain.engine.rendezvous.agree_on_run", lambda _, make: make())
+        monkeypatch.setattr("drivetrain.engine.rendezvous.agree_on_run", lambda _ranks, make, _store: make())
     with pytest.raises(DrivetrainError, match="not trained here"):
         run_train(source, given, num_processes=None, dry=False, overfit=False, as_json=True, resume=by_name)
     assert capsys.readouterr().err.count(IDLE) == 1

@@ -32,7 +32,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shown = OptimisationRecord(
             "bf16", "precision.params_dtype", "bf16", True, True, None, Evidence("shown", "")
         )
-        monkeypatch.setattr(evidence, "_proved", lambda record, run, seen: shown)
+        monkeypatch.setattr(evidence, "_proved", lambda record, run, seen, overlap: shown)
         return Path(writer.path)
 
 

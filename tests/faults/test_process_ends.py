@@ -6,12 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from drivetrain.archive.reader import open_run
+from drivetrain.archive.writer import RunWriter
+from drivetrain.cli import train_command
+from drivetrain.cli.train_command import new_run
+from drivetrain.config import load_config
 from drivetrain.engine.failures import explain
 from drivetrain.errors import EnvironmentFault
 from drivetrain.monitor import Console, StepInfo
@@ -34,7 +40,7 @@ def processes_of(tiny: Tiny, word: str) -> list[int]:
 
 def start_two(tiny: Tiny, *overrides: str) -> "subprocess.Popen[bytes]":
     process = tiny.start("train", str(tiny.file), "training.train_iters=100000", *overrides, "--nproc", "2")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None:
         if any(path.stat().st_size > 2000 for path in tiny.runs.glob("*/segments/0000/metrics.jsonl")):
             return process
@@ -46,11 +52,12 @@ def start_two(tiny: Tiny, *overrides: str) -> "subprocess.Popen[bytes]":
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_run_with_one_message(tiny: Tiny) -> None:
     process = start_two(tiny)
     ranks = [pid for pid in processes_of(tiny, "drivetrain\0train") if pid in processes_of(tiny, "-u\0-m")]
     os.kill(ranks[-1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     message = errors.decode()
     assert process.returncode == 2, message
     assert "was ended by SIGKILL" in message
@@ -59,13 +66,14 @@ def test_a_killed_rank_ends_the_run_with_one_message(tiny: Tiny) -> None:
     assert processes_of(tiny, "") == []
 
 
+@pytest.mark.long
 def test_when_the_launcher_is_killed_the_ranks_save_and_end(tiny: Tiny) -> None:
     process = start_two(tiny)
     process.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while processes_of(tiny, "") and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.communicate(timeout=10)
+    process.communicate(timeout=240)
     assert processes_of(tiny, "") == [], "nothing trains on that nobody waits for"
     run = tiny.only_run()
     assert run.status() == "interrupted"
@@ -74,14 +82,62 @@ def test_when_the_launcher_is_killed_the_ranks_save_and_end(tiny: Tiny) -> None:
 
 def test_a_signal_while_a_run_is_set_up_ends_it_in_order(tiny: Tiny) -> None:
     process = tiny.start("train", str(tiny.file), "training.train_iters=100000")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not list(tiny.runs.glob("*/run.json")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors.decode()
     for path in tiny.runs.iterdir():
         assert open_run(path).status() == "interrupted"
+
+
+@pytest.fixture
+def as_in_the_command() -> Iterator[None]:
+    """A signal raises KeyboardInterrupt, as the command line has it before a run holds signals."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def in_order(tiny: Tiny) -> bool:
+    (end,) = [event for event in tiny.only_run().events() if event["kind"] == "end"]
+    return (end["status"], end["reason"]) == ("interrupted", "SIGTERM before the first step")
+
+
+@pytest.mark.usefixtures("as_in_the_command")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_between_making_a_run_and_training_it_ends_it_in_order(
+    world_size: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_and_signalled(*given: Any) -> Path:
+        path = new_run(*given)
+        signal.raise_signal(signal.SIGTERM)
+        return path
+
+    monkeypatch.setattr(train_command, "new_run", made_and_signalled)
+    with pytest.raises(KeyboardInterrupt):
+        train_command.train_new_run(load_config(str(tiny.file), ["training.micro_batch_size=2"]), world_size)
+    assert in_order(tiny)
+    assert signal.getsignal(signal.SIGTERM).__name__ == "interrupt", "signals are given back"
+
+
+@pytest.mark.usefixtures("as_in_the_command")
+def test_a_signal_while_a_new_run_is_closed_is_not_lost(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = RunWriter.close
+
+    def signalled(writer: RunWriter) -> None:
+        close(writer)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(RunWriter, "close", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        new_run(load_config(str(tiny.file), []), 1)
+    assert in_order(tiny)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +160,7 @@ def test_a_reader_that_has_gone_changes_no_answer(
         stderr=subprocess.PIPE,
         cwd=tmp_path,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     os.close(write)
     assert done.stderr == b""
@@ -119,7 +175,7 @@ def test_output_that_finds_no_room_is_an_error_in_words(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             cwd=tmp_path,
             check=False,
-            timeout=60,
+            timeout=600,
         )
     assert done.returncode == 2
     assert b"No space left" in done.stderr

@@ -60,7 +60,8 @@ def steps_done(tiny: Tiny, segment: int) -> int:
 
 def kill_a_rank(tiny: Tiny, process: "subprocess.Popen[bytes]", segment: int, after: int, rank: int) -> bool:
     """SIGKILL to ``rank`` when the segment has ``after`` steps and a checkpoint is whole; False if the run ended."""
-    deadline = time.monotonic() + 120
+    # Against a hang alone: on a busy machine two minutes pass before the first step.
+    deadline = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < deadline:
         whole = any(tiny.runs.glob("*/checkpoints/step-*"))
         if whole and steps_done(tiny, segment) >= after and rank in (ranks := ranks_of(tiny)):
@@ -72,7 +73,8 @@ def kill_a_rank(tiny: Tiny, process: "subprocess.Popen[bytes]", segment: int, af
 
 def kills(tiny: Tiny, num_ranks: int, times: int, seed: int, *overrides: str) -> None:
     draw = random.Random(seed)
-    settings = [*SETTINGS, *overrides]
+    # So many steps that whoever looks for the moment to kill may be kept from it for a while.
+    settings = [*SETTINGS, "training.train_iters=150", *overrides]
     nproc = ["--nproc", str(num_ranks)]
     expected = losses_of(open_run(tiny.train(*settings, options=nproc)["run"]))
     before = set(tiny.runs.iterdir())
@@ -88,7 +90,7 @@ def kills(tiny: Tiny, num_ranks: int, times: int, seed: int, *overrides: str) ->
             process.kill()
             raise AssertionError(process.communicate()[1].decode())
         killed.append(rank)
-    out, errors = process.communicate(timeout=240)
+    out, errors = process.communicate(timeout=600)
     message = errors.decode()
     assert process.returncode == 0, message
     run = tiny.only_run()
@@ -116,7 +118,7 @@ def test_restarts_end_and_the_rank_that_failed_is_named_first(tiny: Tiny) -> Non
         if not kill_a_rank(tiny, process, segment, 5, 1):
             process.kill()
             raise AssertionError(process.communicate()[1].decode())
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=400)
     message = errors.decode()
     assert process.returncode == 2, message
     assert message.count("restart 1 of 1: rank 1") == 1
@@ -125,6 +127,7 @@ def test_restarts_end_and_the_rank_that_failed_is_named_first(tiny: Tiny) -> Non
     assert ranks_of(tiny) == {}
 
 
+@pytest.mark.long
 def test_bad_input_is_not_tried_again(tiny: Tiny) -> None:
     overrides = ["training.train_iters=4", "memory.device_memory_limit_bytes=1000"]
     done = tiny.run("train", str(tiny.file), *overrides, "--nproc", "2", "--max-restarts", "3")
@@ -173,7 +176,10 @@ def test_the_cause_is_the_rank_that_died_and_not_those_that_missed_it() -> None:
 
 
 def stands_still(folder: str) -> str:
-    """On one of three ranks: the last one never comes to the second sum."""
+    """On one of three ranks: the last one never comes to the second sum.
+
+    The collectives' limit is well above what the watch is told: on a busy machine it writes late.
+    """
     import torch
     import torch.distributed as dist
 
@@ -181,15 +187,21 @@ def stands_still(folder: str) -> str:
     from drivetrain.engine.parallel.process_group import Ranks, join
 
     ranks = Ranks.from_environment()
-    with join(ranks, "cpu", 4 / 60):
+    # The limit holds for joining as well: nobody begins before everybody is there.
+    (Path(folder) / f"{ranks.rank}.there").touch()
+    while len(list(Path(folder).glob("*.there"))) < 3:
+        time.sleep(0.01)
+    with join(ranks, "cpu", 7 / 60):
         try:
-            with watched(Path(folder), ranks.rank, 4.0, lambda: 0):
+            with watched(Path(folder), ranks.rank, 3.0, lambda: 0):
                 dist.all_reduce(torch.ones(3))
                 if ranks.rank == 2:
-                    time.sleep(5)
+                    while len(list(Path(folder).glob("*.gave_up"))) < 2:
+                        time.sleep(0.05)
                     raise RuntimeError("asleep")
                 dist.all_reduce(torch.ones(5))
         except RuntimeError as error:
+            (Path(folder) / f"{ranks.rank}.gave_up").touch()
             return str(error)
     return "it went on"
 
@@ -211,13 +223,14 @@ def test_a_run_that_stands_still_leaves_stacks_and_says_who_waits_for_whom(tmp_p
 
 @pytest.mark.long
 def test_a_stopped_rank_ends_the_run_and_is_named(tiny: Tiny) -> None:
-    settings = [*SETTINGS, "training.train_iters=100000", "parallelism.distributed_timeout_minutes=0.1"]
+    settings = [*SETTINGS, "training.train_iters=100000", "parallelism.distributed_timeout_minutes=0.4"]
     process = tiny.start("train", str(tiny.file), *settings, "--nproc", "2")
-    deadline = time.monotonic() + 120
+    # Against a hang alone: on a busy machine two minutes pass before the first step.
+    deadline = time.monotonic() + 600
     while steps_done(tiny, 0) < 5 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(ranks_of(tiny)[1], signal.SIGSTOP)
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=400)
     message = errors.decode()
     assert process.returncode != 0, message
     assert "rank 0 waits in collective number" in message
@@ -249,13 +262,14 @@ def test_a_run_under_plain_torchrun_goes_on_after_a_kill(tiny: Tiny) -> None:
                 "train",
                 str(path / "config.toml"),
             ),
-            *("training.train_iters=60", f"run.runs_dir={tiny.runs}", "run.name=again"),
+            *("training.train_iters=150", f"run.runs_dir={tiny.runs}", "run.name=again"),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    deadline = time.monotonic() + 120
+    # Against a hang alone: on a busy machine two minutes pass before the first step.
+    deadline = time.monotonic() + 600
     killed = False
     while process.poll() is None and not killed and time.monotonic() < deadline:
         files = list(tiny.runs.glob("*again*/segments/0000/metrics.jsonl"))
@@ -263,7 +277,7 @@ def test_a_run_under_plain_torchrun_goes_on_after_a_kill(tiny: Tiny) -> None:
             os.kill(ranks[1], signal.SIGKILL)
             killed = True
         time.sleep(0.02)
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=600)
     assert killed, errors.decode()
     assert process.returncode == 0, errors.decode()
     (again,) = tiny.runs.glob("*again*")
@@ -271,7 +285,7 @@ def test_a_run_under_plain_torchrun_goes_on_after_a_kill(tiny: Tiny) -> None:
         "start",
         "resume",
     ]
-    assert max(losses_of(open_run(again))) == 60
+    assert max(losses_of(open_run(again))) == 150
 
 
 def goes_on(folder: str) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from drivetrain.archive.reader import open_run
 from drivetrain.archive.writer import RunWriter
+from drivetrain.cli.beginning import Beginning
 from drivetrain.cli.resume import finished_summary, run_of_this_name
-from drivetrain.cli.train_command import Beginning, run_train
+from drivetrain.cli.train_command import run_train
 from drivetrain.config import load_config, to_toml
 from drivetrain.errors import DrivetrainError, RunError
 from runs_on_the_spot import Tiny, losses_of
@@ -77,7 +78,7 @@ def test_every_rank_of_torchrun_goes_on_with_the_one_run(tiny: Tiny) -> None:
 
     def start() -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            command, cwd=tiny.folder, capture_output=True, text=True, timeout=240, check=False
+            command, cwd=tiny.folder, capture_output=True, text=True, timeout=600, check=False
         )
 
     done = start()
@@ -118,7 +119,25 @@ def test_of_several_runs_the_newest_goes_on_and_what_cannot_be_read_is_told(
     found = run_of_this_name(loaded)
     assert found is not None
     assert found.path == older
-    assert f"note: {newest / 'run.json'}" in capsys.readouterr().err
+    reason, passed_over = capsys.readouterr().err.splitlines()
+    assert reason.startswith(f"note: {newest / 'run.json'} is damaged"), "which, and why"
+    assert passed_over.startswith(f"note: --resume passes over {newest}, which has the name mine")
+    assert passed_over.endswith(f"goes on with {older}")
+
+
+def test_an_older_run_that_cannot_be_read_is_not_passed_over(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = made(tiny, "interrupted")
+    older = newest.with_name(f"20200101-000000-{newest.name[16:]}")
+    older.mkdir()
+    (older / "run.json").write_text("{")
+    found = run_of_this_name(load_config(str(tiny.file), SETTINGS))
+    assert found is not None
+    assert found.path == newest
+    said = capsys.readouterr().err
+    assert f"note: {older / 'run.json'} is damaged" in said
+    assert "passes over" not in said
 
 
 def test_without_a_name_or_with_a_run_or_an_option_for_new_runs_it_is_refused(tiny: Tiny) -> None:

@@ -85,7 +85,7 @@ class Slurm:
         """The batch script from beginning to end."""
         process = self.start(script, **variables)
         try:
-            out, errors = process.communicate(timeout=240)
+            out, errors = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             self.end(process)
             raise
@@ -120,7 +120,7 @@ class Slurm:
                 os.killpg(int(group), signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
 
 
 def add_program(path: Path, text: str) -> Path:

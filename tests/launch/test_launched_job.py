@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,11 +15,12 @@ from kubernetes_types import expanded
 from scheduler_programs import Slurm, add_program
 
 from drivetrain.archive.reader import Run, open_run
+from rank_processes import free_port
 from runs_on_the_spot import Tiny
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="process groups, setsid"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
 ]
 
 
@@ -62,7 +62,7 @@ def test_a_batch_script_trains_on_two_nodes_and_knows_when_nothing_is_left(tiny:
 
 @pytest.mark.long
 def test_a_job_at_its_time_limit_saves_and_goes_on_with_the_same_run(tiny: Tiny) -> None:
-    document = launched(tiny, "training.train_iters=400", "training.eval_iters=0", "--slurm")
+    document = launched(tiny, "training.train_iters=1000", "training.eval_iters=0", "--slurm")
     slurm = Slurm(tiny.folder / "slurm", 2)
     script = tiny.folder / document["file"]
     process = slurm.start(script)
@@ -73,7 +73,7 @@ def test_a_job_at_its_time_limit_saves_and_goes_on_with_the_same_run(tiny: Tiny)
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGUSR1)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
     finally:
         slurm.end(process)
     (run,) = runs_of(tiny)
@@ -87,7 +87,7 @@ def test_a_job_at_its_time_limit_saves_and_goes_on_with_the_same_run(tiny: Tiny)
     assert run.status() == "finished"
     assert starts(run) == ["start", "resume"]
     assert [event["step"] for event in run.events() if event["kind"] == "resume"] == [saved]
-    assert [line["step"] for line in run.metrics()] == list(range(1, 401))
+    assert [line["step"] for line in run.metrics()] == list(range(1, 1001))
 
 
 @pytest.mark.long
@@ -103,9 +103,7 @@ def test_the_pods_of_an_indexed_job_train_together(tiny: Tiny) -> None:
     add_program(tiny.folder / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     mounted = tiny.folder / "config.toml"
     mounted.write_text(config_map["data"]["config.toml"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     # What only a cluster has: the names of pods, and a folder of the root.
     here = {"second-0.second:29500": endpoint, "/etc/drivetrain/config.toml": str(mounted)}
     pods = []
@@ -129,7 +127,7 @@ def test_the_pods_of_an_indexed_job_train_together(tiny: Tiny) -> None:
             )
         )
     try:
-        ends = [pod.communicate(timeout=240) for pod in pods]
+        ends = [pod.communicate(timeout=600) for pod in pods]
     finally:
         for pod in pods:
             if pod.poll() is None:

@@ -152,7 +152,7 @@ def start_pod(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
 
 

@@ -17,7 +17,7 @@ def test_words_of_bash_arrive_unchanged_and_stay_on_one_line(values: list[str]) 
     words = [bash_word(value) for value in values]
     assert not any(character in word for word in words for character in "\n\r")
     script = "words=(\n" + "\n".join(words) + "\n)\nprintf '%s\\0' \"${words[@]}\""
-    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=240)
     assert done.stdout.decode().split("\0")[:-1] == values
 
 

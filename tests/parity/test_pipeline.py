@@ -29,7 +29,7 @@ from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.errors import DataError
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks, on_ranks
 
 CPU = torch.device("cpu")
 SCHEDULES: tuple[Schedule, ...] = (
@@ -163,7 +163,7 @@ MATRIX = {
 
 @pytest.mark.parametrize("case", MATRIX.values(), ids=MATRIX.keys())
 def test_gradients_and_loss_equal_one_process(case: Case) -> None:
-    found = on_ranks(one_step, case.pp * case.dp, case)
+    found = on_kept_ranks(one_step, case.pp * case.dp, case)
     assert worst(found, case) < LIMIT
     ranks = Layout(pp=case.pp, dp=case.dp)
     for rank, there in enumerate(found):
@@ -172,7 +172,7 @@ def test_gradients_and_loss_equal_one_process(case: Case) -> None:
 
 def test_fp32_stays_within_round_off() -> None:
     case = Case(cases.llama(4), "interleaved_1f1b")
-    found = on_ranks(one_step_in_fp32, 2, case)
+    found = on_kept_ranks(one_step_in_fp32, 2, case)
     _, gradients = cases.reference(case.model, torch.float32)
     difference = cases.worst_difference([(rank.gradients, rank.placements) for rank in found], gradients)
     assert 0 < difference < 1e-5
@@ -221,7 +221,7 @@ def keep_tied_gradients_apart(pipeline: Pipeline) -> None:
 
 def red(case: Case, sabotage: Callable[[Pipeline], None]) -> float:
     """Largest difference of a gradient under sabotage."""
-    found = on_ranks(one_step, case.pp, case, sabotage)
+    found = on_kept_ranks(one_step, case.pp, case, sabotage)
     _, gradients = cases.reference(case.model)
     return cases.worst_difference([(rank.gradients, rank.placements) for rank in found], gradients)
 
@@ -260,7 +260,7 @@ def refused_sizes(case: Case) -> str:
 
 
 def test_micro_batches_of_unequal_size_are_refused_before_any_message() -> None:
-    for message in on_ranks(refused_sizes, 2, Case(cases.llama(2))):
+    for message in on_kept_ranks(refused_sizes, 2, Case(cases.llama(2))):
         assert message.startswith("micro-batch 2 has 48 tokens and micro-batch 0 has 32")
 
 
@@ -277,7 +277,7 @@ def test_a_batch_need_not_divide_by_the_number_of_micro_batches_for_none_is_cut(
     decoder = cases.reference_decoder(case.model)
     loss = decoder.loss_sum(cases.rows_of_global_batch(case.model, range(6))) / 100
     loss.backward()
-    found = on_ranks(uneven_number, 2, case)
+    found = on_kept_ranks(uneven_number, 2, case)
     assert [rank.loss for rank in found] == pytest.approx([loss.item()] * 2, rel=1e-12)
     per_rank = [(rank.gradients, rank.placements) for rank in found]
     assert cases.worst_difference(per_rank, cases.gradients_of(decoder)) < LIMIT
@@ -308,7 +308,7 @@ def test_another_micro_batch_size_gets_another_schedule_and_evaluation_leaves_gr
     schedule: Schedule,
 ) -> None:
     case = Case(cases.llama(4), schedule)
-    per_rank = on_ranks(changing_shapes, 2, case)
+    per_rank = on_kept_ranks(changing_shapes, 2, case)
     for steps in zip(*(found for found, _ in per_rank), strict=True):
         assert worst(list(steps), case) < LIMIT
     loss, _ = cases.reference(case.model)
@@ -333,7 +333,7 @@ def test_any_number_of_batches_is_evaluated(schedule: Schedule) -> None:
     decoder = cases.reference_decoder(case.model)
     whole = decoder.loss_sum(cases.rows_of_global_batch(case.model, range(8))).item()
     part = decoder.loss_sum(cases.rows_of_global_batch(case.model, range(1))).item()
-    for first, second in on_ranks(evaluated, 2, case, 1):
+    for first, second in on_kept_ranks(evaluated, 2, case, 1):
         assert first == pytest.approx(whole, rel=1e-12)
         assert second == pytest.approx(part, rel=1e-12)
 
@@ -349,7 +349,7 @@ def test_a_second_run_adds_to_the_gradients_of_the_first_tied_ones_too() -> None
     case = Case(cases.gpt(2))
     _, gradients = cases.reference(case.model)
     twice = {name: 2 * gradient for name, gradient in gradients.items()}
-    found = on_ranks(accumulated, 2, case)
+    found = on_kept_ranks(accumulated, 2, case)
     assert cases.worst_difference([(rank.gradients, rank.placements) for rank in found], twice) < LIMIT
 
 
@@ -379,7 +379,7 @@ def trained(case: Case) -> tuple[list[float], dict[str, np.ndarray]]:
 def test_three_steps_of_adamw_over_two_pipelines_equal_one_process(schedule: Schedule) -> None:
     case = Case(cases.llama(4), schedule, dp=2)
     losses, parameters = cases.reference_training(case.model)
-    for found_losses, found in on_ranks(trained, 4, case):
+    for found_losses, found in on_kept_ranks(trained, 4, case):
         assert found_losses == pytest.approx(losses, rel=1e-9)
         assert max(cases.differences(found, parameters).values()) < LIMIT
 
@@ -413,14 +413,14 @@ def fully_sharded(case: Case, compiled: bool = False) -> Found:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parameters_that_fsdp_would_drop_after_forward_do_not_spoil_a_schedule(schedule: Schedule) -> None:
     case = Case(cases.llama(4, untied=schedule in V_SHAPED), schedule, dp=2)
-    assert worst(on_ranks(fully_sharded, 4, case), case) < LIMIT
+    assert worst(on_kept_ranks(fully_sharded, 4, case), case) < LIMIT
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble"])
 def test_more_stages_on_a_rank_than_torch_keeps_gathered_train_and_are_evaluated(schedule: Schedule) -> None:
     """Three are. An evaluation would drop the fourth one's parameters before it has waited for them, and fail."""
     case = Case(cases.llama(8), schedule, dp=2, virtual=4)
-    assert worst(on_ranks(fully_sharded, 4, case), case) < LIMIT
+    assert worst(on_kept_ranks(fully_sharded, 4, case), case) < LIMIT
 
 
 def caching() -> tuple[bool, ...]:
@@ -474,7 +474,7 @@ def other_layers(case: Case, other: tuple[int, ...]) -> str:
 
 
 def test_layers_built_otherwise_than_requested_are_found_on_every_rank() -> None:
-    first, second = on_ranks(other_layers, 2, Case(cases.llama(4), layers=(2, 2)), (1, 3))
+    first, second = on_kept_ranks(other_layers, 2, Case(cases.llama(4), layers=(2, 2)), (1, 3))
     assert "built [1, 2, 1, 1, 1, 1] times" in first
     assert "built [1, 2, 1, 1, 1, 1] times" in second
     assert "rank 1 holds layers 1, 2, 3 and should hold 2, 3" in second

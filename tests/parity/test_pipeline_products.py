@@ -19,7 +19,7 @@ from drivetrain.config import ModelConfig
 from drivetrain.config.layout import Layout
 from drivetrain.config.stages import ZERO_BUBBLE, Schedule
 from drivetrain.engine.model.initialization import initialize
-from drivetrain.engine.model.loss import linear_cross_entropy_sum
+from drivetrain.engine.ops._in_place_cross_entropy import linear_cross_entropy_sum
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.pipeline import Pipeline, decoder_of_rank
 from drivetrain.engine.parallel.process_group import Ranks, join

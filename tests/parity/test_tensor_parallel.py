@@ -25,7 +25,7 @@ from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.engine.parallel.tensor_parallel import tensor_parallel
 from drivetrain.engine.parallel.tensor_parallel_bytes import tensor_parallel_bytes
 from drivetrain.engine.parallel.traffic import Traffic
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks, on_ranks
 
 DROPOUT_SEED = 11
 MODELS = {
@@ -128,7 +128,7 @@ def matrix_on_one_rank() -> dict[tuple[str, bool], Found]:
 @cache
 def matrix_on(tp: int) -> list[dict[tuple[str, bool], Found]]:
     """Every model on ``tp`` ranks, with and without sequence parallelism: processes are started once."""
-    return on_ranks(matrix_on_one_rank, tp)
+    return on_kept_ranks(matrix_on_one_rank, tp)
 
 
 def found_on(
@@ -140,7 +140,7 @@ def found_on(
     num_microbatches: int = 2,
     mutation: str | None = None,
 ) -> list[Found]:
-    return on_ranks(on_one_rank, tp, model, dtype, sequence_parallel, num_microbatches, mutation)
+    return on_kept_ranks(on_one_rank, tp, model, dtype, sequence_parallel, num_microbatches, mutation)
 
 
 def worst(found: list[Found], expected: Found) -> float:
@@ -313,7 +313,7 @@ def test_logits_and_evaluation_are_those_of_one_process(sequence_parallel: bool)
     batch = cases.micro_batches(model, 2)[1]
     with torch.no_grad():
         logits, loss = decoder(batch).numpy(), decoder.loss_sum(batch).item()
-    for found, found_loss in on_ranks(logits_and_evaluation, 4, model, sequence_parallel):
+    for found, found_loss in on_kept_ranks(logits_and_evaluation, 4, model, sequence_parallel):
         np.testing.assert_allclose(found, logits, rtol=1e-10, atol=1e-12)
         assert found_loss == pytest.approx(loss, rel=1e-12)
 
@@ -336,6 +336,6 @@ def test_compiled_blocks_have_the_same_gradients_and_traffic(
     name: str, sequence_parallel: bool, backend: str
 ) -> None:
     model = MODELS[name]
-    found = on_ranks(compiled, 2, model, sequence_parallel, backend, timeout=240)
+    found = on_ranks(compiled, 2, model, sequence_parallel, backend, timeout=600)
     assert worst(found, one_process(model, torch.float64, 2)) < 1e-9
     assert [rank.bytes for rank in found] == [rank[name, sequence_parallel].bytes for rank in matrix_on(2)]

@@ -26,7 +26,7 @@ from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.engine.parallel.tensor_parallel import tensor_parallel
 from drivetrain.engine.parallel.tensor_parallel_bytes import tensor_parallel_bytes
 from drivetrain.engine.parallel.traffic import Traffic
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 4
@@ -56,7 +56,7 @@ class Found:
 @cache
 def on_four_ranks(matrix: Callable[[], Any]) -> list[Any]:
     """All cases of a layout: processes are started once."""
-    return on_ranks(matrix, 4)
+    return on_kept_ranks(matrix, 4)
 
 
 def reference(model: ModelConfig) -> tuple[float, dict[str, np.ndarray]]:

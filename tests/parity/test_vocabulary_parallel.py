@@ -13,7 +13,7 @@ from drivetrain.engine.parallel.collectives import Group
 from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.engine.parallel.vocabulary_parallel import VocabularyParallelHead
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 
 TOKENS, WIDTH, VOCABULARY = 40, 6, 31
 OFFSETS = [0, 11, 21, VOCABULARY]
@@ -70,7 +70,7 @@ def expected(scale: float, dtype: torch.dtype) -> tuple[float, np.ndarray, np.nd
 @pytest.mark.parametrize("per_chunk", [1, 60, 1 << 19])
 def test_loss_and_gradients(dtype: torch.dtype, scale: float, tolerance: float, per_chunk: int) -> None:
     loss, hidden_gradient, weight_gradient = expected(scale, dtype)
-    found = on_ranks(on_one_rank, 3, scale, dtype, False, per_chunk)
+    found = on_kept_ranks(on_one_rank, 3, scale, dtype, False, per_chunk)
     assert len({rank[0] for rank in found}) == 1, "ranks differ in their loss"
     assert found[0][0] == pytest.approx(loss, rel=tolerance)
     summands = sum(rank[1] for rank in found)
@@ -83,7 +83,9 @@ def test_loss_and_gradients(dtype: torch.dtype, scale: float, tolerance: float, 
 
 
 def test_a_batch_without_loss_gives_zeros() -> None:
-    for loss, hidden_gradient, weight_gradient, _ in on_ranks(on_one_rank, 3, 1.0, torch.float32, True, 60):
+    for loss, hidden_gradient, weight_gradient, _ in on_kept_ranks(
+        on_one_rank, 3, 1.0, torch.float32, True, 60
+    ):
         assert loss == 0.0
         assert not hidden_gradient.any()
         assert not weight_gradient.any()

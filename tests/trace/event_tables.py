@@ -25,6 +25,7 @@ class Row:
     group: str = ""
     bytes: int = -1
     device: int = -1
+    sequence: int = -1
 
 
 def kernel(name: str, start: int, duration: int, *, stream: int = 7, **more: Any) -> Row:
@@ -51,6 +52,7 @@ def table_of(rows: Sequence[Row]) -> EventTable:
             "stream": streams.index(row.stream) if row.stream >= 0 else -1,
             "correlation": row.correlation,
             "external_id": -1,
+            "sequence": row.sequence,
             "group": groups.index(row.group) if row.group else -1,
             "bytes": row.bytes,
             "file_index": i,

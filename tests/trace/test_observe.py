@@ -9,7 +9,7 @@ from event_tables import Row, trace_of_rows
 from event_tables import kernel as kernel_row
 from kineto_events import SHARED_TRACES, annotation, kernel, launch, operator, shared_trace, trace_of
 
-from drivetrain.measure.optimisation import Count, Observation
+from drivetrain.measure.optimisation import Count, HostMemory, Observation
 from drivetrain.trace.classify import classify
 from drivetrain.trace.observe import dtype_of_kernel, observe
 from drivetrain.trace.read import read_trace
@@ -192,6 +192,30 @@ def test_a_trace_of_kernels_alone_misses_operators_ranges_and_shapes() -> None:
     assert seen.num_steps == 0
     assert seen.matmul_dtypes == {"fp32": Count(1, 10)}
     assert seen.missing == {"operators", "ranges", "shapes"}
+
+
+@pytest.mark.parametrize(
+    ("written", "seen"),
+    [
+        (
+            {"host_memory": {"keeps_freed": True, "reason": None, "page_faults_per_step": 7}},
+            HostMemory(True, None, 7.0),
+        ),
+        ({"host_memory": {"keeps_freed": None, "reason": "unseen"}}, HostMemory(None, "unseen")),
+        # Another trainer may write what it likes there.
+        (
+            {"host_memory": {"keeps_freed": "yes", "reason": 3, "page_faults_per_step": True}},
+            HostMemory(None),
+        ),
+        ({"host_memory": "kept"}, None),
+        ({}, None),
+        ("a word", None),
+    ],
+)
+def test_host_memory_is_what_the_run_wrote_beside_its_records(
+    tmp_path: Path, written: Any, seen: HostMemory | None
+) -> None:
+    assert seen_in(trace_of(tmp_path, [operator("aten::mm", 0, 9)], drivetrain=written)).host_memory == seen
 
 
 # ---- real traces ------------------------------------------------------------------------------------------------

@@ -36,6 +36,17 @@ fused = false
 
 [precision]
 params_dtype = "fp32"
+
+# What the cost model knows nothing of is on already, and no candidate.
+[fusion]
+level = "all"
+
+[memory]
+keep_freed_memory = true
+
+[data]
+prefetch_batches = 1
+sample_cache_bytes = 1_000
 """
 OVERHEAD = 1.25
 START_S = 2.0
@@ -123,7 +134,10 @@ class FakeRunner:
         account = {"ranks": [{"rank": 0, "whole": whole, "steps": [step, {**step, "step": 2}]}]}
         window = {"first": 1, "last": 2, "name_table": "1", "account": account}
         write_json(attempt.run / "account.json", {"schema": 1, "windows": [window]})
-        document = {"training": attempt.summary, "overhead": {"ratio": OVERHEAD}}
+        document = {
+            "training": attempt.summary,
+            "overhead": {"mean_step_s_plain": sum(classes.values()) / 1e9 / OVERHEAD},
+        }
         return Attempt("finished", attempt.run, "", attempt.elapsed_s, document)
 
     def step_s(self, config: RunConfig, step: int, step_s: float) -> float:

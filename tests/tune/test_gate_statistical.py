@@ -200,6 +200,7 @@ def test_error_rates_of_pairs_that_share_their_luck() -> None:
     assert rate("pass", 0.03, 0.98) < 0.5
 
 
+@pytest.mark.long
 def test_error_rates_of_identical_code_with_another_seed() -> None:
     assert rate("pass", 0.0, 0.0) > 0.9
     assert rate("pass", 0.0, 0.0, known=16) > 0.95

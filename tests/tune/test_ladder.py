@@ -177,7 +177,7 @@ def test_nothing_found_leaves_no_final_configuration(climb: Climb) -> None:
     tune = climb(FakeRunner(lambda _config: {"compute.matmul": 0.05, "data.loader": 0.05}))
     document = tune.document
     assert (document["final"], document["speed_up"], document["final_gate"]) == (None, None, None)
-    assert {step["entry"] for step in document["steps"]} == {"data_workers", "bf16"}
+    assert {step["entry"] for step in document["steps"]} == {"data_workers", "bf16", "fp16"}
     assert not any(step["kept"] for step in document["steps"])
     assert not (tune.path / "configs" / "final.toml").exists()
 
@@ -293,7 +293,7 @@ def test_an_undecided_removal_leaves_the_change_where_it_is(
     assert first["kept"]
     assert first["why"].startswith("it stays, by its own trial; ")
     assert all(step["kept"] for step in tune.document["steps"])
-    shown = Options(None, str(tune.path.parent), (), True, None, False, None, None, None)
+    shown = Options(None, str(tune.path.parent), (), True, None, False, None, None, None, None)
     assert run_replay(tune.id, (), shown, as_json=False) == 0
     assert "stays" in capsys.readouterr().out.partition("without")[2].splitlines()[2]
 

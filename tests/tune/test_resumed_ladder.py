@@ -64,7 +64,7 @@ def writes_of(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_killed_at_every_write_of_its_state_it_ends_the_same_and_repeats_nothing(
     climb: Climb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +98,8 @@ def test_killed_at_every_write_of_its_state_it_ends_the_same_and_repeats_nothing
         assert again <= (8 if before else 0), f"killed at write {at}"
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
+@pytest.mark.long
 def test_killed_in_every_run_it_ends_the_same(climb: Climb, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected, once = writes_of(climb, monkeypatch)
     for at in range(0, len(once), 7):

@@ -200,6 +200,8 @@ def _reservations(
     fingerprints: Sequence[str | None],
 ) -> Iterator[str]:
     for run, status, figure in zip(runs, statuses, figures, strict=True):
+        if any(event["kind"] == "data_accepted" for event in run.events()):
+            yield f"{run.path.name} went on with other data than it was started with"
         if figure.partial:
             origin = "the logged steps" if figure.source == "metrics" else "the summary of what it did"
             yield f"{run.path.name} is {status}: its figures are partial, from {origin}"

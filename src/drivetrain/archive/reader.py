@@ -165,6 +165,12 @@ class Run:
                     tags[event["tag"]] = None
         return list(tags)
 
+    def data_fingerprint(self) -> str:
+        """Fingerprint of the corpus that the run goes on with: the one it was started with, or the last that was
+        accepted in its place (``drivetrain data accept``)."""
+        accepted = [event["fingerprint"] for event in self.events() if event["kind"] == "data_accepted"]
+        return str(accepted[-1] if accepted else self.manifest["dataset"]["fingerprint"])
+
     def end(self) -> dict[str, Any] | None:
         """The ``end`` event of the last segment; None while there is none.
 

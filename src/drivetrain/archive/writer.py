@@ -34,11 +34,17 @@ EVENT_KINDS = frozenset(
         "evaluation",
         "warning",
         "end",
+        "gradient_reduction",
+        "skipped_step",
         "window",
         "tag",
         "optimisation",
         "alarm",
         "restart",
+        "compilation",
+        "data",
+        "data_accepted",
+        "tuned_file",
     }
 )
 """Kinds of lines in ``events.jsonl``."""
@@ -126,10 +132,23 @@ class RankLog:
         self._lines.write(_header("rank", segment, start_step, rank=rank))
         self._lines.on_fault = on_fault
 
-    def log(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        """Append this rank's values of one step; keys as in :data:`drivetrain.measure.metrics.METRICS`."""
+    def log(
+        self,
+        step: int,
+        values: Mapping[str, float | int | None],
+        *,
+        collectives: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append this rank's values of one step; keys as in :data:`drivetrain.measure.metrics.METRICS`.
+
+        Args:
+            collectives: times of each of the step's, for :mod:`drivetrain.measure.overlap` to match between ranks.
+        """
         assert values.keys() <= METRICS.keys(), f"not in METRICS: {sorted(values.keys() - METRICS.keys())}"
-        self._lines.write(_metric_line(step, values, None))
+        line = _metric_line(step, values, None)
+        if collectives is not None:
+            line["collectives"] = collectives
+        self._lines.write(line)
 
     def close(self) -> None:
         """Close the file."""

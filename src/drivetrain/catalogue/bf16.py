@@ -5,6 +5,8 @@ from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
 from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.config.leaves import leaves
+from drivetrain.config.precision_rules import given_scaling
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
 
@@ -14,7 +16,13 @@ _OTHERS = ("fp32", "tf32", "fp16", "fp64")
 
 
 def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
-    return None if config.precision.params_dtype == "bf16" else {"precision.params_dtype": "bf16"}
+    if config.precision.params_dtype == "bf16":
+        return None
+    # Coming from fp16, what was asked of its loss scale would be a broken rule.
+    return {
+        "precision.params_dtype": "bf16",
+        **{path: leaves()[path].default for path in given_scaling(config)},
+    }
 
 
 def _evidence(_config: RunConfig, seen: Observation, _account: Account | None) -> Evidence:
@@ -41,6 +49,7 @@ ENTRY = Optimisation(
     on=_on,
     off=lambda _config: {"precision.params_dtype": "fp32"},
     numerics="statistical",
+    relieves=("activations", "temporaries"),
     # Half the bytes as well as faster products; casts of the weights come on top, so copy_cast is not treated.
     treats=(
         "compute.matmul",

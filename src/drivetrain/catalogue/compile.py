@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
-from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.catalogue.operators import calls_by_backend
+from drivetrain.config import LaunchFacts, RunConfig, operator_fields
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
 
@@ -19,10 +20,21 @@ def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
 
 
 def _evidence(_config: RunConfig, seen: Observation, _account: Account | None) -> Evidence:
-    for records in (seen.ranges, seen.operators):
-        for name, count in records.items():
-            if any(track in name for track in _TRACKS):
-                return Evidence("shown", f"compiled code ran: {count.calls} x {name}")
+    of_operators = sum(
+        count.calls
+        for operator in operator_fields()
+        for backend, count in calls_by_backend(seen, operator).items()
+        if backend == "inductor"
+    )
+    for track in _TRACKS:
+        for records in (seen.ranges, seen.operators):
+            found = {name: count.calls for name, count in records.items() if track in name}
+            # An operator's own compiled formula leaves one for its forward and one for its backward pass.
+            if sum(found.values()) > 2 * of_operators:
+                name = max(found, key=lambda name: found[name])
+                return Evidence("shown", f"compiled code ran: {found[name]} x {name}")
+    if of_operators:
+        return Evidence("unknown", "compiled code ran, and may all be of operators whose backend is inductor")
     if "ranges" in seen.missing or "operators" in seen.missing:
         return Evidence("unknown", "the trace has no ranges or operators, by which compiled code would show")
     if "drivetrain/forward" in seen.ranges:
@@ -51,6 +63,7 @@ ENTRY = Optimisation(
     evidence=_evidence,
     capability="compile",
     evidence_rule=(
-        "shown: calls of compiled graphs in the window; absent: forward passes without any such call"
+        "shown: calls of compiled graphs in the window, more than operators with the backend inductor account for; "
+        "absent: forward passes without any such call"
     ),
 )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from drivetrain.catalogue.data_parallelism import no_other_rank, overlap_in_words
 from drivetrain.catalogue.entry import Knob, Optimisation
 from drivetrain.config import LaunchFacts, RunConfig, data_parallel_size
 from drivetrain.config.layout import model_ranks
@@ -26,10 +27,8 @@ def _gradient_mb(config: RunConfig) -> float:
 
 def _applies(config: RunConfig, facts: LaunchFacts) -> str | None:
     size = config.overlap.bucket_size_mb
-    if facts.world_size == 1:
-        return "one process has nobody to communicate with"
-    if data_parallel_size(config, facts.world_size) == 1:
-        return "there is one data-parallel rank, which has nothing to share or to reduce"
+    if (why := no_other_rank(config, facts)) is not None:
+        return why
     if config.parallelism.zero_stage == 3:
         return "with parallelism.zero_stage = 3 a block's gradients are one bucket"
     if config.parallelism.pipeline_model_parallel_size > 1:
@@ -78,22 +77,16 @@ def _evidence(config: RunConfig, seen: Observation, account: Account | None) -> 
         return Evidence("absent", f"one all-reduce of all gradients a step, of {largest}")
     return Evidence(
         "shown",
-        f"{per_step:.3g} all-reduces of gradients a step, the largest of {largest}{_overlap(account)}",
+        f"{per_step:.3g} all-reduces of gradients a step, the largest of {largest}{overlap_in_words(account)}",
     )
 
 
 def _kinds(config: RunConfig) -> tuple[str, ...]:
-    """The collectives by which gradients are reduced. Over gloo a reduce-scatter shows as an all-reduce."""
-    return ("reduce_scatter", "all_reduce") if config.parallelism.zero_stage == 2 else ("all_reduce",)
-
-
-def _overlap(account: Account | None) -> str:
-    if account is None:
-        return ""
-    windows = [rank.whole for rank in account.ranks]
-    hidden = sum(window.overlapped_communication_ns or 0 for window in windows)
-    total = sum(window.communication_ns or 0 for window in windows)
-    return f"; {hidden / total:.0%} of communication under compute" if total else ""
+    """The collectives by which gradients are reduced. Over gloo torch's reduce-scatter shows as an all-reduce, and one
+    of our own, or a sum of narrow values, as an all-to-all."""
+    if config.parallelism.zero_stage == 2:
+        return "reduce_scatter", "all_reduce", "all_to_all"
+    return ("all_to_all",) if config.precision.grad_reduce_dtype == "bf16" else ("all_reduce",)
 
 
 ENTRY = Optimisation(

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import pkgutil
 
 from drivetrain.catalogue.entry import Optimisation
@@ -9,6 +10,7 @@ from drivetrain.config import nearest
 from drivetrain.config.leaves import leaves
 from drivetrain.errors import DrivetrainError
 from drivetrain.measure.account import CLASS_GROUPS, CLASSES
+from drivetrain.measure.memory import CATEGORIES
 
 __all__ = ["catalogue", "entry", "entry_of_field"]
 
@@ -34,16 +36,20 @@ def catalogue() -> tuple[Optimisation, ...]:
 
 def _validate(entries: list[Optimisation]) -> None:
     names = {one.name for one in entries}
-    fields = [one.field for one in entries]
-    assert len(set(fields)) == len(fields), f"two entries of one field: {sorted(fields)}"
+    for first, second in itertools.combinations(entries, 2):
+        # Values of one choice: they exclude each other, and the gate asks the field what it does to the numbers.
+        assert first.field != second.field or (
+            {first.name, second.name} & {*first.conflicts, *second.conflicts}
+            and first.numerics == second.numerics
+        ), f"two entries of one field, which neither exclude each other nor do the same: {first.field}"
     for one in entries:
         unknown = {one.field, *(knob.field for knob in one.knobs)} - leaves().keys()
         assert not unknown, f"{one.name}: no such leaf: {sorted(unknown)}"
         assert names >= set(one.conflicts), f"{one.name} conflicts with an unknown entry"
         assert one.name not in one.conflicts
-        assert one.treats, f"{one.name} treats no class of the account"
         no_class = [treated for treated in one.treats if treated not in (*CLASSES, *CLASS_GROUPS)]
         assert not no_class, f"{one.name} treats what is no class of an account: {no_class}"
+        assert set(one.relieves) <= set(CATEGORIES), f"{one.name} relieves what is no category of memory"
         assert one.evidence_rule, f"{one.name} does not say what its evidence goes by"
 
 
@@ -62,7 +68,8 @@ def entry(name: str) -> Optimisation:
 
 
 def entry_of_field(field: str) -> Optimisation | None:
-    """The entry that a configuration leaf requests, or whose knob it is; None where no entry has it."""
+    """The entry that a configuration leaf requests, or whose knob it is; None where no entry has it. Of entries that
+    are values of one choice the first: they do the same to the numbers."""
     owners = [one for one in catalogue() if one.field == field]
     owners += [one for one in catalogue() if any(knob.field == field for knob in one.knobs)]
     return owners[0] if owners else None

@@ -39,7 +39,7 @@ def render() -> str:
         "| optimisation | field | numerics | treats |",
         "|---|---|---|---|",
         *(
-            f"| [`{one.name}`](#{one.name}) | `{one.field}` | {one.numerics} | {_names(one.treats)} |"
+            f"| [`{one.name}`](#{one.name}) | `{one.field}` | {one.numerics} | {_names(one.treats) or '–'} |"
             for one in catalogue()
         ),
     ]
@@ -51,7 +51,9 @@ def _section(one: Optimisation) -> Iterator[str]:
     yield f"{one.summary[0].upper()}{one.summary[1:]}.\n"
     yield f"* Requested by `{one.field}`."
     yield f"* Numerics: {one.numerics}."
-    yield f"* Treats {_names(one.treats)}."
+    yield f"* Treats {_names(one.treats) or 'no class: what it gives is memory'}."
+    if one.relieves:
+        yield f"* Makes {_names(one.relieves)} smaller (`docs/memory.md`)."
     yield f"* Knobs: {'; '.join(map(_knob, one.knobs)) or 'none'}."
     if one.requires:
         yield f"* Requires: {' '.join(rule.doc for rule in one.requires)}"

@@ -51,14 +51,17 @@ class Optimisation:
             is nothing to switch on (it is on, or can have no effect here).
         off: leaf → value of the move that takes it away.
         numerics: the gate that it must pass.
-        treats: account classes whose time it can reduce (``data.loader``, or a whole group, ``communication``).
+        treats: account classes whose time it can reduce (``data.loader``, or a whole group, ``communication``); none:
+            what it gives is memory.
         evidence: whether a profiled window shows it in effect.
+        relieves: categories of memory (``measure/memory.py``) that it makes smaller.
         applies: None, or why it can have no effect under these facts (one process has nothing to communicate).
         knobs: leaves that are searched once it is on.
         requires: rules that hold while it is requested.
         conflicts: names of entries that cannot be requested with it.
         capability: one of ``engine/capabilities.py``'s names that it needs; None: none.
         predict: expected gain; None where there is no model of it.
+        effective: what its leaf comes to where another leaf may decide for it (a level); None: the leaf's own value.
         evidence_rule: what ``evidence`` goes by, in words, for the documentation.
     """
 
@@ -75,11 +78,13 @@ class Optimisation:
     applies: Callable[[RunConfig, LaunchFacts], str | None] = dataclasses.field(
         default=lambda _config, _facts: None
     )
+    relieves: tuple[str, ...] = ()
     knobs: tuple[Knob, ...] = ()
     requires: tuple[Rule, ...] = ()
     conflicts: tuple[str, ...] = ()
     capability: str | None = None
     predict: Callable[[Account, RunConfig], Prediction | None] | None = None
+    effective: Callable[[RunConfig], object] | None = None
     evidence_rule: str = ""
 
     def value(self, config: RunConfig) -> object:
@@ -87,6 +92,10 @@ class Optimisation:
         section, _, name = self.field.partition(".")
         found: object = getattr(getattr(config, section), name)
         return found
+
+    def effective_value(self, config: RunConfig) -> object:
+        """What its leaf comes to in a run of ``config``."""
+        return self.value(config) if self.effective is None else self.effective(config)
 
     def is_asked_for(self, config: RunConfig, facts: LaunchFacts) -> bool:
         """Whether ``config`` requests it; a default that can have no effect here is nothing that anybody asked for."""
@@ -103,6 +112,7 @@ class Optimisation:
             "field": self.field,
             "numerics": self.numerics,
             "treats": list(self.treats),
+            "relieves": list(self.relieves),
             "knobs": [
                 {
                     "field": knob.field,

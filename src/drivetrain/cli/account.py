@@ -49,7 +49,7 @@ def account(
         typer.Option(
             "--kernels",
             min=0,
-            help="Also list the N top kernels, matrix products and waits of the first trace.",
+            help="Also list the N top operators, kernels, matrix products and waits of the first trace.",
         ),
     ] = 0,
     expect: Expect = None,

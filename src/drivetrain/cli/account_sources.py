@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.archive.listing import resolve_run
+from drivetrain.archive.optimisations import records_of
 from drivetrain.archive.profile_windows import newest_window
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.errors import DataError, DrivetrainError, RunError
@@ -18,6 +19,7 @@ from drivetrain.trace.classify import classify
 from drivetrain.trace.expectations import checked_words, expected_findings, expected_of, merged_findings
 from drivetrain.trace.health import Finding
 from drivetrain.trace.name_table import NameTable
+from drivetrain.trace.operator_records import operator_findings
 from drivetrain.trace.read import is_timeline, read_trace
 from drivetrain.trace.slices import RankSplit
 from drivetrain.trace.table import Trace
@@ -68,7 +70,8 @@ def make_account(
 
     Args:
         expected: words of ``trace.expectations``: what does not show in the records becomes a finding in ``health``.
-            What the configuration of a run asks for is expected in any case.
+            What the configuration of a run asks for is expected in any case, and what its records say of operators
+            that others served is in ``health``, too.
         on_split: see :func:`drivetrain.trace.account.account_of`.
 
     Raises:
@@ -96,7 +99,8 @@ def make_account(
         rules=table,
         on_split=on_split,
     )
-    account = replace(account, health=(*account.health, *merged_findings(fallbacks)))
+    served = () if run is None else operator_findings(records_of(run))
+    account = replace(account, health=(*account.health, *served, *merged_findings(fallbacks)))
     subject = run.path.name if run is not None else ", ".join(path.name for path in paths[:3])
     more = f" and {len(paths) - 3} more" if run is None and len(paths) > 3 else ""
     return account, f"Account of {subject}{more}"
@@ -116,10 +120,12 @@ def _watched(
 
 
 def kernels_of(sources: Sequence[str], *, count: int, figures: Figures, rules: str | None) -> str:
-    """Top kernels, matrix products, small operators and launch-bound stretches of the first trace, as text."""
+    """Operators, top kernels, matrix products, small operators, launch-bound stretches of the first trace, as text."""
     from drivetrain.report.kernel_text import kernel_text
+    from drivetrain.trace.generated import generated_kernels
     from drivetrain.trace.kernels import matrix_products, small_operators, top_kernels
     from drivetrain.trace.launch_bound import launch_bound_stretches
+    from drivetrain.trace.operator_regions import operator_totals
     from drivetrain.trace.synchronisation import synchronisations
 
     trace = first_trace(sources)
@@ -132,6 +138,8 @@ def kernels_of(sources: Sequence[str], *, count: int, figures: Figures, rules: s
         small_operators(trace, classes),
         launch_bound_stretches(trace, count),
         synchronisations(trace, classes, rules=table),
+        operators=operator_totals(trace.events, classes.kind, host_view=classes.host_view),
+        generated=generated_kernels(trace.events, classes.kind),
         count=count,
         ceiling=None if ceiling is None else ceiling.value,
     )

@@ -22,6 +22,7 @@ VERBS = (
     "train",
     "launch",
     "profile",
+    "memory",
     "account",
     "diagnose",
     "tune",
@@ -33,6 +34,7 @@ VERBS = (
     "catalogue",
     "ops",
     "bench",
+    "lab",
 )
 """Modules of this package, in the order of ``--help``."""
 

@@ -1,4 +1,4 @@
-"""``drivetrain bench gemm | memory``: measure the ceilings of this machine."""
+"""``drivetrain bench gemm | memory | comm``: measure the ceilings of this machine, and its links."""
 
 import re
 import shlex
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from drivetrain.cli.bench_comm import COMM_HELP, comm
 from drivetrain.cli.environment import require_packages
 from drivetrain.cli.output import show_document
 from drivetrain.errors import DrivetrainError
@@ -61,6 +62,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     bench.command("gemm", help=_GEMM_HELP)(gemm)
     bench.command("memory", help=_MEMORY_HELP)(memory)
+    bench.command("comm", help=COMM_HELP)(comm)
     app.add_typer(bench, name="bench", help=_HELP)
 
 

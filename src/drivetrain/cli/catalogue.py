@@ -49,6 +49,7 @@ def _show(one: "Optimisation") -> None:
         ("field", one.field),
         ("numerics", one.numerics),
         ("treats", ", ".join(one.treats)),
+        ("relieves", ", ".join(one.relieves) or "no category of memory"),
         ("knobs", "; ".join(map(_knob, one.knobs)) or "none"),
         ("requires", " ".join(rule.doc for rule in one.requires) or "nothing of other fields"),
         ("excludes", ", ".join(one.conflicts) or "none"),

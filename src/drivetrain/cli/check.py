@@ -67,7 +67,9 @@ def check(
     Example: drivetrain check llama-10m training.global_batch_size=48 --devices 2
     """
     from drivetrain.catalogue.rules import all_rules
+    from drivetrain.cli.check_operators import operators_document
     from drivetrain.cli.check_ranks import dry_run_document, parse_ranks
+    from drivetrain.cli.check_recompute import recompute_document
     from drivetrain.cli.output import show_document
     from drivetrain.config import (
         LaunchFacts,
@@ -107,16 +109,30 @@ def check(
             for violation in broken
         ],
         "optimisations": _optimisations(loaded, facts),
+        "operators": None,
         "no_effect": [
             {"field": idle.field, "reason": idle.reason} for idle in idle_fields(loaded.config, facts)
         ],
     }
     if not broken:
+        operators = operators_document(loaded.config, per_host or world_size)
+        document["operators"] = operators
+        if operators is not None:
+            document["violations"] = operators.pop("violations")
+            document["accepted"] = not document["violations"]
+        if dry and not document["accepted"]:
+            raise ConfigurationError(*(one["message"] for one in document["violations"]))
         document["counts"] = _counts(loaded, world_size)
+        document["precision"] = _precision(loaded, facts)
         document["derived"] = [
             {"field": derived.field, "value": derived.value, "reason": derived.reason}
             for derived in derived_values(loaded.config, facts)
         ]
+        recompute = recompute_document(loaded.config, world_size)
+        document["recompute"] = recompute
+        if recompute is not None:
+            document["violations"] += recompute.pop("violations")
+            document["accepted"] = not document["violations"]
         if shapes:
             document["shapes"] = _shapes(loaded, world_size)
         if dry:
@@ -125,13 +141,14 @@ def check(
         show_document(document)
     else:
         _print(document)
-    if broken or (dry and document["dry_run"]["failed"]):
+    if not document["accepted"] or (dry and document["dry_run"]["failed"]):
         raise typer.Exit(1)
 
 
 def device_type_of(config: "RunConfig") -> str | None:
     """What its processes would compute on if they were started here; None where no rule asks, or without torch."""
-    if config.memory.device_memory_limit_bytes is None:
+    by_budget = config.memory.recompute_granularity == "budget"
+    if config.memory.device_memory_limit_bytes is None and not by_budget:
         return None
     if config.run.device != "auto":
         return config.run.device
@@ -178,6 +195,15 @@ def _layout(loaded: "LoadedConfig", facts: "LaunchFacts") -> dict[str, Any]:
         ],
         "warnings": crossing_groups(layout, per_host),
     }
+
+
+def _precision(loaded: "LoadedConfig", facts: "LaunchFacts") -> list[dict[str, Any]]:
+    """The dtype of every class of tensors."""
+    from dataclasses import asdict
+
+    from drivetrain.config.tensor_dtypes import tensor_classes
+
+    return [asdict(one) for one in tensor_classes(loaded.config, facts)]
 
 
 def _counts(loaded: "LoadedConfig", world_size: int) -> dict[str, Any]:
@@ -234,9 +260,20 @@ def _print(document: dict[str, Any]) -> None:
         if derived["field"] not in counted:
             value = "known when it starts" if derived["value"] is None else derived["value"]
             print(f"  {derived['field']:42} {value}  ({derived['reason']})")
+    print("precision:")
+    for one in document["precision"]:
+        print(f"  {one['name']:42} {one['dtype'] or '-':4}  ({one['note']})")
     asked = [one for one in document["optimisations"] if one["requested"]]
     at_work = [one["name"] for one in asked if one["no_effect_because"] is None]
     print(f"optimisations: {', '.join(at_work) or 'none'}")
+    if document["operators"] is not None:
+        from drivetrain.cli.check_operators import print_operators
+
+        print_operators(document["operators"])
+    if document["recompute"] is not None:
+        from drivetrain.cli.check_recompute import print_recompute
+
+        print_recompute(document["recompute"]["lines"])
     for idle in document["no_effect"]:
         print(f"no effect: {idle['field']}, because {idle['reason']}")
     for shape in document.get("shapes", []):

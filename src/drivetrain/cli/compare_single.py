@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.archive.encoding import SCHEMA
 from drivetrain.archive.reader import Run, open_run
+from drivetrain.cli.beginning import Beginning
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
-from drivetrain.cli.train_command import Beginning, new_run, refuse_broken_rules, train_to_end
+from drivetrain.cli.train_command import refuse_broken_rules, train_new_run
 from drivetrain.config import (
     LaunchFacts,
     LoadedConfig,
@@ -54,8 +55,7 @@ def train_short_run(loaded: LoadedConfig, world_size: int, beginning: Beginning)
         DrivetrainError: it could not begin or go on.
         KeyboardInterrupt: it was asked to stop.
     """
-    path = new_run(loaded, world_size, beginning)
-    summary = train_to_end(path, world_size)
+    path, summary = train_new_run(loaded, world_size, beginning)
     if summary is not None and summary["status"] == "interrupted":
         raise KeyboardInterrupt
     return path
@@ -216,6 +216,12 @@ def _trained(run: Run, model: ModelConfig, steps: int) -> "TrainedSteps":
     from drivetrain.tune.layout_parity import TrainedSteps
 
     folder = run.path / "checkpoints" / f"step-{steps:08d}" / "model"
+    if not (run.path / GRADIENTS_FILE).is_file():
+        # Made with a probe, and finished: a first step that overflowed in fp16 has no gradient.
+        raise RunError(
+            f"{run.path.name} skipped its first step, whose gradients overflowed: nothing can be compared; lower "
+            "precision.initial_loss_scale"
+        )
     return TrainedSteps(
         losses=[line["train/loss"] for line in run.metrics()],
         gradients=read_gradients(run.path / GRADIENTS_FILE),

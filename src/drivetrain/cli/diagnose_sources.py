@@ -1,6 +1,7 @@
 """What ``drivetrain diagnose`` looks at: the account, the run behind it, and the first trace's waits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from drivetrain.archive.optimisations import records_of
 from drivetrain.archive.reader import Run
@@ -45,7 +46,22 @@ def facts_of(
         ruled_out=ruled_out,
         waits=synchronisations(trace, classes, rules=table),
         waits_source="trace" if trace.rank is None else f"trace of rank {trace.rank}",
+        communication=None if run is None else _communication_of(run),
+        data_operations={} if run is None else _data_operations(run),
     )
+
+
+def _data_operations(run: Run) -> dict[str, float]:
+    """Seconds a micro-batch of each operation, by the last of the events that tell."""
+    told = [
+        event["operations"] for event in run.events() if event["kind"] == "data" and "operations" in event
+    ]
+    return {name: float(one["seconds_per_micro_batch"]) for name, one in told[-1].items()} if told else {}
+
+
+def _communication_of(run: Run) -> Mapping[str, Any] | None:
+    found = (run.summary() or {}).get("communication")
+    return found if isinstance(found, dict) else None
 
 
 def _launch_of(run: Run) -> LaunchFacts:

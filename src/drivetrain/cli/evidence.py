@@ -29,7 +29,8 @@ def with_evidence(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
 
     try:
         seen = _observation(run, window)
-        records = [_proved(record, run, seen) for record in records_of(run)]
+        overlap = _overlap_in_words(summary)
+        records = [_proved(record, run, seen, overlap) for record in records_of(run)]
         findings = [text for record in records if (text := _finding(record)) is not None]
         changed = add_evidence(run, records, findings)
     except DrivetrainError as error:
@@ -65,10 +66,25 @@ def _observation(run: Run, window: Mapping[str, Any]) -> Observation:
     return observe(trace, classify(trace, None))
 
 
-def _proved(record: OptimisationRecord, run: Run, seen: Observation) -> OptimisationRecord:
+def _proved(record: OptimisationRecord, run: Run, seen: Observation, overlap: str) -> OptimisationRecord:
     from drivetrain.catalogue import entry
 
-    return dataclasses.replace(record, evidence=entry(record.name).evidence(run.config(), seen, None))
+    about = entry(record.name)
+    evidence = about.evidence(run.config(), seen, None)
+    if evidence.kind == "shown" and any(name.split(".")[0] == "communication" for name in about.treats):
+        evidence = dataclasses.replace(evidence, why=evidence.why + overlap)
+    return dataclasses.replace(record, evidence=evidence)
+
+
+def _overlap_in_words(summary: Mapping[str, Any]) -> str:
+    """What the run itself saw of its collectives; empty where it does not know."""
+    seen = summary.get("communication") or {}
+    if seen.get("overlap_frac") is None:
+        return ""
+    return (
+        f"; in {seen['steps']} steps without the profiler {seen['overlap_frac']:.0%} of communication was hidden, "
+        f"and {seen['exposed_frac']:.1%} of a step spent waiting for it"
+    )
 
 
 def _finding(record: OptimisationRecord) -> str | None:

@@ -1,5 +1,6 @@
 """What ``drivetrain compare A B --gate`` does."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,13 +33,14 @@ def run_compare_gate(
         )
     baseline, candidate = (resolve_run(reference, runs_dir) for reference in references)
     trainer = CommandLineTrainer(candidate.path.parent / "gate-logs") if run_missing else None
-    verdict = gate_of_runs(
-        baseline,
-        candidate,
-        tier=declared,
-        trainer=trainer,
-        progress=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    with trainer or contextlib.nullcontext():
+        verdict = gate_of_runs(
+            baseline,
+            candidate,
+            tier=declared,
+            trainer=trainer,
+            progress=lambda text: print(text, file=sys.stderr, flush=True),
+        )
     if as_json:
         show_document({"schema": SCHEMA, **verdict.to_document()})
     else:

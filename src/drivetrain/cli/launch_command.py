@@ -243,6 +243,7 @@ def _config_file(source: str) -> Path:
 def _say(loaded: "LoadedConfig", added: Sequence[str], job: "Job", wishes: Wishes, path: Path) -> None:
     """What a user should know of the job before it starts, on stderr."""
     from drivetrain.config import LaunchFacts, idle_fields, layout_of
+    from drivetrain.config.blend import corpora_of
     from drivetrain.config.hosts import crossing_groups
     from drivetrain.launch.names import is_on_a_mount
 
@@ -260,9 +261,16 @@ def _say(loaded: "LoadedConfig", added: Sequence[str], job: "Job", wishes: Wishe
     data = loaded.config.data.data_path
     if job.container is not None and data is not None:
         mounts = [volume.path for volume in job.volumes]
+        # What a URL names is brought by the job itself.
+        paths = [one.prefix for one in corpora_of(data) if "://" not in one.prefix]
         if "slurm" in wishes.kinds:
-            data, mounts = os.path.join(Path.cwd(), data), [*mounts, str(Path.cwd())]
-        if not is_on_a_mount(data, mounts):
-            print(f"note: data.data_path = {data} is on no volume: it must be in the image", file=sys.stderr)
+            paths = [os.path.join(Path.cwd(), path) for path in paths]
+            mounts = [*mounts, str(Path.cwd())]
+        for path_of_data in paths:
+            if not is_on_a_mount(path_of_data, mounts):
+                print(
+                    f"note: data.data_path = {path_of_data} is on no volume: it must be in the image",
+                    file=sys.stderr,
+                )
     if "slurm" in wishes.kinds and not path.resolve().parent.samefile(Path.cwd()):
         print("note: the job's own output goes to the folder that sbatch is called in", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``drivetrain ops list | check``: the operators with their backends, and each backend graded against float64."""
+"""``drivetrain ops``: the operators with their backends, each graded against float64; ``ops_tune`` chooses."""
 
 import sys
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from drivetrain.cli.environment import require_packages
+from drivetrain.cli.ops_tune import TUNE_HELP, TUNED_HELP, tune, tuned
 from drivetrain.cli.output import show_document
 from drivetrain.errors import DrivetrainError
 
@@ -38,6 +39,8 @@ def register(app: typer.Typer) -> None:
     ops = typer.Typer(no_args_is_help=True, help=_HELP, rich_markup_mode=None)
     ops.command("list")(list_operators)
     ops.command("check", help=_CHECK_HELP)(check)
+    ops.command("tune", help=TUNE_HELP)(tune)
+    ops.command("tuned", help=TUNED_HELP)(tuned)
     app.add_typer(ops, name="ops")
 
 

@@ -9,11 +9,11 @@ from drivetrain.archive.encoding import SCHEMA
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
-from drivetrain.cli.train_command import EXIT_OF, new_run, refuse_broken_rules, train_to_end
+from drivetrain.cli.train_command import EXIT_OF, refuse_broken_rules, train_new_run
 from drivetrain.config import LoadedConfig, decay_tokens, least_processes, load_config
 from drivetrain.errors import ConfigurationError, DrivetrainError
 
-__all__ = ["run_profile"]
+__all__ = ["run_profile", "with_window"]
 
 # Two steps are warm-up and one is the profiler's trial; see docs/profile.md.
 _BEFORE_CALIBRATION = 2
@@ -39,7 +39,7 @@ def run_profile(
             "profiler.profile=true profiler.profile_step_start=... profiler.profile_step_end=..."
         )
     former = open_run(Path(source)) if Path(source).is_dir() else None
-    loaded = _with_window(source, former, overrides, steps, start)
+    loaded = with_window(source, former, overrides, steps, start)
     if former is not None and num_processes is None:
         num_processes = int(former.manifest["layout"]["world_size"])
     world_size = num_processes or least_processes(loaded.config)
@@ -48,8 +48,7 @@ def run_profile(
     first, last = profiler.profile_step_start, profiler.profile_step_end - 1
     steps_text = f"step {first} is" if first == last else f"steps {first} to {last} are"
     print(f"a new run of {training.train_iters} steps, of which {steps_text} profiled", file=sys.stderr)
-    path = new_run(loaded, world_size)
-    summary = train_to_end(path, world_size)
+    path, summary = train_new_run(loaded, world_size)
     if summary is None:
         return 1
     run = open_run(path)
@@ -65,10 +64,15 @@ def run_profile(
     return EXIT_OF[str(summary["status"])]
 
 
-def _with_window(
+def with_window(
     source: str, former: Run | None, overrides: Sequence[str], steps: int, start: int | None
 ) -> LoadedConfig:
-    """The configuration of a run that is just long enough."""
+    """The configuration of a run that is just long enough.
+
+    Args:
+        steps: to profile.
+        start: the first of them; None: as early as can be calibrated.
+    """
     given = {override.partition("=")[0].strip() for override in overrides}
     for name, option in (("profile_step_start", "--start"), ("profile_step_end", "--steps"), ("profile", "")):
         if f"profiler.{name}" in given:

@@ -15,6 +15,8 @@ from drivetrain.errors import DrivetrainError, RunError
 __all__ = ["finished_summary", "refuse_beside_resume", "run_of_this_name"]
 
 _SHOWN_DIFFERENCES = 4
+_TIME = len("20261129-141503")
+"""With what the names of runs begin: the time at which they were made, to the second."""
 
 
 def refuse_beside_resume(source: str, given: Mapping[str, bool]) -> None:
@@ -31,8 +33,9 @@ def run_of_this_name(loaded: LoadedConfig) -> Run | None:
 
     Raises:
         DrivetrainError: ``run.name`` is not set.
-        RunError: it has another configuration: what is asked for is not what would go on. Or the only one
-            of that name cannot be read: a new run would begin in its place.
+        RunError: it has another configuration: what is asked for is not what would go on. Or none of that name can be
+            read: a new run would begin in its place. Where a newer one cannot be read, the newest that can goes on, and
+            stderr says so.
     """
     config = loaded.config
     if config.run.name is None:
@@ -41,8 +44,14 @@ def run_of_this_name(loaded: LoadedConfig) -> Run | None:
         return None
     runs = list_runs(config.run.runs_dir, on_fault=_say)
     run = next((run for run in reversed(runs) if run.name == config.run.name), None)
+    unreadable = _unreadable(runs, Path(config.run.runs_dir), config.run.name)
     if run is None:
-        _refuse_unreadable(runs, Path(config.run.runs_dir), config.run.name)
+        if unreadable:
+            raise RunError(
+                f"--resume: {unreadable[-1]} has the name {config.run.name} and cannot be read (the reason is above), "
+                "so that nothing goes on and nothing begins anew; put its run.json back, move it away, or give another "
+                "run.name"
+            )
         return None
     differing = differing_leaves(run.config(), config)
     if differing:
@@ -55,19 +64,20 @@ def run_of_this_name(loaded: LoadedConfig) -> Run | None:
             f"--resume: {run.path} has the name {run.name} and another configuration ({'; '.join(shown)}{more}); "
             f"give another run.name, or continue that run with: drivetrain train {run.path}"
         )
+    if unreadable and unreadable[-1].name[:_TIME] >= run.path.name[:_TIME]:
+        _say(
+            f"--resume passes over {unreadable[-1]}, which has the name {run.name} and cannot be read (the reason is "
+            f"above), and goes on with {run.path}"
+        )
     return run
 
 
-def _refuse_unreadable(runs: Sequence[Run], runs_dir: Path, name: str) -> None:
-    """Raise RunError for a run of that name which is not among ``runs``, because it cannot be read."""
+def _unreadable(runs: Sequence[Run], runs_dir: Path, name: str) -> list[Path]:
+    """Folders of runs of that name which are not among ``runs``, because they cannot be read; the newest last."""
     of_this_name = re.compile(rf"[0-9]{{8}}-[0-9]{{6}}-{re.escape(name)}-[0-9a-f]{{4}}")
     read = {run.path.name for run in runs}
-    for path in sorted(manifest.parent for manifest in runs_dir.glob("*/run.json")):
-        if path.name not in read and of_this_name.fullmatch(path.name):
-            raise RunError(
-                f"--resume: {path} has the name {name} and cannot be read (the reason is above), so that nothing goes "
-                "on and nothing begins anew; put its run.json back, move it away, or give another run.name"
-            )
+    folders = sorted(manifest.parent for manifest in runs_dir.glob("*/run.json"))
+    return [path for path in folders if path.name not in read and of_this_name.fullmatch(path.name)]
 
 
 def finished_summary(path: Path) -> dict[str, Any] | None:

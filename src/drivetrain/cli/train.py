@@ -122,7 +122,8 @@ def train(
         )
     if compare_steps is not None:
         raise DrivetrainError("--compare-steps belongs to --compare-single; add that, or drop it")
-    from drivetrain.cli.train_command import Beginning, run_train
+    from drivetrain.cli.beginning import Beginning
+    from drivetrain.cli.train_command import run_train
 
     raise typer.Exit(
         run_train(

@@ -5,14 +5,14 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drivetrain.archive.origin import RunOrigin, change_between
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.archive.writer import append_event
+from drivetrain.cli.beginning import PLAIN_BEGINNING, Beginning
 from drivetrain.cli.check import device_type_of
+from drivetrain.cli.check_recompute import require_fitting_budget
 from drivetrain.cli.data import show_progress
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.evidence import with_evidence
@@ -29,63 +29,19 @@ from drivetrain.config import (
 )
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
-__all__ = ["EXIT_OF", "Beginning", "new_run", "refuse_broken_rules", "run_train", "train_to_end"]
+if TYPE_CHECKING:
+    from drivetrain.engine.stop import StopRequest
+
+__all__ = [
+    "EXIT_OF",
+    "new_run",
+    "refuse_broken_rules",
+    "run_train",
+    "train_new_run",
+    "train_to_end",
+]
 
 _RECORDED_WITHIN_S = 3.0
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """Options of ``train`` that count at the start of a new run only."""
-
-    probe: bool = False
-    perturb_ulp: int | None = None
-    parent: str | None = None
-
-    @property
-    def given(self) -> dict[str, bool]:
-        """Which of them are."""
-        return {
-            "--probe": self.probe,
-            "--perturb-ulp": self.perturb_ulp is not None,
-            "--parent": self.parent is not None,
-        }
-
-    def refuse_without_a_new_run(self, what: str | None) -> None:
-        """Raise DrivetrainError where one is given and ``what`` (an option, a run to continue) starts no new run."""
-        name = next((name for name, is_given in self.given.items() if is_given), None)
-        if what is None or name is None:
-            return
-        if what.startswith("--"):
-            raise DrivetrainError(f"{name} belongs to a new run, and {what} makes none; give one of them")
-        raise DrivetrainError(
-            f"{name} belongs to the start of a run, and {what} is a run to continue; drop {name}, or start a new run "
-            f"from {Path(what) / 'config.toml'}"
-        )
-
-    def origin(self, config: RunConfig) -> RunOrigin:
-        """What the manifest keeps of it.
-
-        Raises:
-            DrivetrainError: there is no such parent, or the run begins after the step that is asked for.
-        """
-        loads = config.checkpoint
-        if loads.initial_load_path is not None and not loads.initial_load_model_only:
-            given = "--probe" if self.probe else "--perturb-ulp" if self.perturb_ulp is not None else None
-            if given is not None:
-                raise DrivetrainError(
-                    f"{given} belongs to the first step of a run, and this one goes on after a step of "
-                    f"{loads.initial_load_path}; drop {given}, or take the weights alone with "
-                    f"checkpoint.initial_load_path={loads.initial_load_path}/model "
-                    "checkpoint.initial_load_model_only=true"
-                )
-        if self.parent is None:
-            return RunOrigin(probe=self.probe, perturb_ulp=self.perturb_ulp)
-        from drivetrain.archive.listing import resolve_run
-
-        parent = resolve_run(self.parent, config.run.runs_dir)
-        change = change_between(parent.config(), config)
-        return RunOrigin(parent.id, change, self.probe, self.perturb_ulp)
 
 
 EXIT_OF = {"finished": 0, "diverged": 1, "interrupted": 130}
@@ -99,7 +55,7 @@ def run_train(
     dry: bool,
     overfit: bool,
     as_json: bool,
-    beginning: Beginning = Beginning(),
+    beginning: Beginning = PLAIN_BEGINNING,
     resume: bool = False,
     max_restarts: int = 0,
 ) -> int:
@@ -139,18 +95,27 @@ def run_train(
     if overfit:
         return _overfit(loaded, world_size, as_json)
     refuse_broken_rules(loaded, world_size)
+    if run is not None or (dry and loaded.config.run.device != "cuda"):
+        # What is run dry for a GPU need not have one here.
+        _require_servable_backends(loaded.config)
     if dry or run is not None:
         _note_idle_fields(loaded, world_size)
     if dry:
         from drivetrain.cli.check import show_dry_run
+        from drivetrain.engine.initial_state import require_usable_start
 
+        if run is None:
+            # A run that is there goes on from a checkpoint of its own.
+            require_usable_start(loaded.config)
         return show_dry_run(loaded, world_size, as_json=as_json)
     if max_restarts and world_size == 1:
         raise DrivetrainError(
             "--max-restarts watches over several processes, and this run has one; add --nproc, or drop it"
         )
-    path = run.path if run is not None else new_run(loaded, world_size, beginning)
-    summary = train_to_end(path, world_size, max_restarts)
+    if run is None:
+        _, summary = train_new_run(loaded, world_size, beginning, max_restarts)
+    else:
+        summary = train_to_end(run.path, world_size, max_restarts)
     return _report(summary, as_json) if summary is not None else 1
 
 
@@ -192,13 +157,33 @@ def _former_size(run: Run | None) -> int:
     return int(run.manifest["layout"].get("world_size") or 1) if run is not None else 0
 
 
-def train_to_end(path: Path, world_size: int, max_restarts: int = 0) -> dict[str, Any] | None:
+def train_new_run(
+    loaded: LoadedConfig, world_size: int, beginning: Beginning = PLAIN_BEGINNING, max_restarts: int = 0
+) -> tuple[Path, dict[str, Any] | None]:
+    """:func:`new_run` and :func:`train_to_end`, without an instant in between in which a signal leaves a run that has
+    no end."""
+    from drivetrain.engine.stop import StopRequest
+
+    stop = StopRequest()
+    try:
+        path = new_run(loaded, world_size, beginning, stop)
+        return path, train_to_end(path, world_size, max_restarts, stop)
+    finally:
+        stop.release()
+
+
+def train_to_end(
+    path: Path, world_size: int, max_restarts: int = 0, stop: "StopRequest | None" = None
+) -> dict[str, Any] | None:
     """Train the run in ``path`` with processes on this machine; its summary.
 
     None: it ended without one, and stderr says how.
+
+    Args:
+        stop: holds signals already; it no longer does at the end.
     """
     try:
-        summary = _train_to_end(path, world_size, max_restarts)
+        summary = _train_to_end(path, world_size, max_restarts, stop)
     except KeyboardInterrupt:
         # It came before anything was there to take it in order.
         run = open_run(path)
@@ -208,18 +193,27 @@ def train_to_end(path: Path, world_size: int, max_restarts: int = 0) -> dict[str
     return with_evidence(path, summary) if summary is not None else None
 
 
-def _train_to_end(path: Path, world_size: int, max_restarts: int) -> dict[str, Any] | None:
-    print(f"run: {path}", file=sys.stderr, flush=True)
-    if world_size > 1:
-        return _several(path, world_size, max_restarts)
+def _train_to_end(
+    path: Path, world_size: int, max_restarts: int, stop: "StopRequest | None"
+) -> dict[str, Any] | None:
     from drivetrain.engine.stop import StopRequest
 
+    print(f"run: {path}", file=sys.stderr, flush=True)
+    if world_size > 1 and stop is not None:
+        # From here on a signal raises, until the launcher passes it on to the ranks.
+        stop.release()
+    if stop is not None and stop.requested:
+        from drivetrain.engine.creation import end_before_the_first_step
+
+        end_before_the_first_step(path, stop)
+    if world_size > 1:
+        return _several(path, world_size, max_restarts)
     # Before the imports, which take a second: the run exists by now, and a signal must end it in order.
-    with StopRequest() as stop:
+    with stop or StopRequest() as stopping:
         from drivetrain.engine.parallel.process_group import Ranks
         from drivetrain.engine.worker import work
 
-        return work(path, Ranks(), stop).summary
+        return work(path, Ranks(), stopping).summary
 
 
 def refuse_broken_rules(loaded: LoadedConfig, world_size: int, *, limits_memory: bool = True) -> None:
@@ -235,6 +229,13 @@ def refuse_broken_rules(loaded: LoadedConfig, world_size: int, *, limits_memory:
     broken = violations(loaded.config, facts, all_rules())
     if broken:
         raise ConfigurationError(*(str(violation) for violation in broken))
+
+
+def _require_servable_backends(config: RunConfig) -> None:
+    """Raise ConfigurationError where a backend is named that cannot serve here: the first step would end the run."""
+    from drivetrain.engine.preflight import require_servable_backends
+
+    require_servable_backends(config)
 
 
 def _note_idle_fields(loaded: LoadedConfig, world_size: int) -> None:
@@ -263,10 +264,18 @@ def _run_to_continue(source: str, overrides: Sequence[str]) -> Run | None:
     return run
 
 
-def new_run(loaded: LoadedConfig, world_size: int, beginning: Beginning = Beginning()) -> Path:
+def new_run(
+    loaded: LoadedConfig,
+    world_size: int,
+    beginning: Beginning = PLAIN_BEGINNING,
+    stop: "StopRequest | None" = None,
+) -> Path:
     """Make the directory of a new run, its corpus prepared with progress on stderr.
 
     Bad input is found before, so that it leaves no directory behind.
+
+    Args:
+        stop: see :func:`~drivetrain.engine.creation.create_run`; it holds signals once the directory is being made.
     """
     from drivetrain.engine.creation import create_run
     from drivetrain.engine.data.corpus import ensure_corpus
@@ -275,11 +284,13 @@ def new_run(loaded: LoadedConfig, world_size: int, beginning: Beginning = Beginn
 
     origin = beginning.origin(loaded.config)
     require_countable_step(loaded.config, world_size, select_device(loaded.config.run).type)
+    _require_servable_backends(loaded.config)
+    require_fitting_budget(loaded.config, world_size)
     _note_idle_fields(loaded, world_size)
     with show_progress() as progress:
         corpus = ensure_corpus(loaded.config.data, loaded.config.model, progress)
     require_usable_inputs(loaded.config, corpus)
-    return create_run(loaded, corpus, world_size=world_size, argv=sys.argv, origin=origin)
+    return create_run(loaded, corpus, world_size=world_size, argv=sys.argv, origin=origin, stop=stop)
 
 
 def _nothing_left(path: Path, as_json: bool) -> int | None:
@@ -297,7 +308,7 @@ def _as_one_rank(
     """Under torchrun every process comes here; rank 0 makes the run unless the launcher has."""
     from drivetrain.engine.launch import started_by_launcher
     from drivetrain.engine.parallel.process_group import Ranks
-    from drivetrain.engine.rendezvous import agree_on_run
+    from drivetrain.engine.rendezvous import agree_on_run, run_store
     from drivetrain.engine.stop import StopRequest
 
     ranks = Ranks.from_environment()
@@ -308,6 +319,7 @@ def _as_one_rank(
         if not started_by_launcher():
             loaded = LoadedConfig(run.config(), source, run.name)
             refuse_broken_rules(loaded, ranks.world_size)
+            _require_servable_backends(loaded.config)
             if ranks.rank == 0:
                 _note_idle_fields(loaded, ranks.world_size)
     else:
@@ -318,10 +330,13 @@ def _as_one_rank(
             found = run_of_this_name(loaded) if resume else None
             if found is None:
                 return new_run(loaded, ranks.world_size, beginning)
+            _require_servable_backends(loaded.config)
             _note_idle_fields(loaded, ranks.world_size)
             return found.path
 
-        path = agree_on_run(ranks, found_or_made)
+        # Kept to the end of this function: the ranks form their group through it.
+        store = run_store(ranks)
+        path = agree_on_run(ranks, found_or_made, store)
         if resume and finished_summary(path) is not None:
             return (_nothing_left(path, as_json) or 0) if ranks.rank == 0 else 0
     began = time.time()

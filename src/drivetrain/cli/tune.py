@@ -47,6 +47,14 @@ def tune(
         bool,
         typer.Option("--short-gates", help="Gates of 40 and 60 steps: quicker, and more often inconclusive."),
     ] = False,
+    trial_looks: Annotated[
+        str | None,
+        typer.Option(
+            "--trial-looks",
+            metavar="N,N",
+            help="Times four blocks after which a trial is judged; more tell smaller effects apart.  [default: 1,2]",
+        ),
+    ] = None,
     trial_steps: Annotated[
         int | None,
         typer.Option("--trial-steps", min=4, help="Measured steps of a block.  [default: 4 s, 12 to 100]"),
@@ -79,6 +87,7 @@ def tune(
         gate_steps=gate_steps,
         short_gates=short_gates,
         trial_steps=trial_steps,
+        trial_looks=trial_looks,
         knob_trials=knob_trials,
         num_processes=nproc,
     )

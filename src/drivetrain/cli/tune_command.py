@@ -1,7 +1,6 @@
 """What ``drivetrain tune`` does: check, make or find the tune, climb, show the ladder."""
 
 import dataclasses
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.archive.tunes import Tune, find_tune, open_tune
+from drivetrain.cli.duration import seconds_of_duration
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
 from drivetrain.errors import DrivetrainError
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Options", "run_replay", "run_tune", "seconds_of"]
 
 _DEFAULT_BUDGET = "20m"
+_MOST_UNITS = 100
 _LEAST_BUDGET_S = 10.0
 """A profile and the four blocks of a trial are five processes that import torch, at two seconds each."""
-_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Options:
     gate_steps: int | None
     short_gates: bool
     trial_steps: int | None
+    trial_looks: str | None
     knob_trials: int | None
     num_processes: int | None
 
@@ -46,6 +47,7 @@ class Options:
             "--gate-steps": self.gate_steps is not None,
             "--short-gates": self.short_gates,
             "--trial-steps": self.trial_steps is not None,
+            "--trial-looks": self.trial_looks is not None,
             "--knob-trials": self.knob_trials is not None,
             "--nproc": self.num_processes is not None,
         }
@@ -100,12 +102,7 @@ def seconds_of(text: str) -> float:
     Raises:
         DrivetrainError: it is no duration, or too short for any trial.
     """
-    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
-    if parts is None or not any(parts.groups()):
-        raise DrivetrainError(f"--budget {text!r} is no duration; write it as 90s, 20m or 1h30m")
-    seconds = sum(
-        float(part) * unit for part, unit in zip(parts.groups(), _UNITS.values(), strict=True) if part
-    )
+    seconds = seconds_of_duration("--budget", text)
     if seconds < _LEAST_BUDGET_S:
         raise DrivetrainError(
             f"--budget {text} is too small for one trial of anything: a profile and the four blocks of a trial are "
@@ -119,6 +116,7 @@ def _begin(source: str, overrides: Sequence[str], options: Options) -> Path:
     from drivetrain.cli.train_command import refuse_broken_rules
     from drivetrain.config import load_config
     from drivetrain.tune.session import start_tune
+    from drivetrain.tune.short_run import require_beginning
 
     settings = _settings(options)
     try:
@@ -131,6 +129,7 @@ def _begin(source: str, overrides: Sequence[str], options: Options) -> Path:
         size = loaded.config.parallelism.data_parallel_size
         settings = dataclasses.replace(settings, world_size=size)
     refuse_broken_rules(loaded, settings.world_size)
+    require_beginning(loaded.config)
     return start_tune(loaded, overrides, settings, options.tunes_dir)
 
 
@@ -156,9 +155,24 @@ def _settings(options: Options) -> "LadderSettings":
         trial_steps=options.trial_steps,
         world_size=options.num_processes or 1,
     )
+    if options.trial_looks is not None:
+        settings = dataclasses.replace(settings, looks=_looks(options.trial_looks))
     if options.knob_trials is not None:
         settings = dataclasses.replace(settings, knob_trials=options.knob_trials)
     return settings
+
+
+def _looks(text: str) -> tuple[int, ...]:
+    """``1,2,4``: after how many times four blocks a trial is judged."""
+    words = text.split(",")
+    looks = tuple(int(word) for word in words if word.isascii() and word.strip().isdigit())
+    increasing = len(looks) == len(words) and looks == tuple(sorted(set(looks)))
+    if not increasing or not 1 <= looks[0] <= looks[-1] <= _MOST_UNITS:
+        raise DrivetrainError(
+            f"--trial-looks {text}: expected increasing whole numbers from 1 to {_MOST_UNITS} with commas between, "
+            "how many times four blocks are run before each look, as in 1,2,4"
+        )
+    return looks
 
 
 def _refuse_other_settings(source: str, overrides: Sequence[str], options: Options) -> None:

@@ -19,12 +19,12 @@ from drivetrain.config.derive import (
     wsd_decay_tokens,
 )
 from drivetrain.config.execution import (
-    FusionConfig,
     MemoryConfig,
     OverlapConfig,
     ParallelismConfig,
     PrecisionConfig,
 )
+from drivetrain.config.fusion import FusionConfig, chosen_backend, operator_fields
 from drivetrain.config.idle import Idle, idle_fields
 from drivetrain.config.layout import Layout, layout_of, least_processes
 from drivetrain.config.leaves import Leaf, leaf_values, leaves
@@ -69,6 +69,7 @@ __all__ = [
     "RunSectionConfig",
     "TrainingConfig",
     "Violation",
+    "chosen_backend",
     "config_hash",
     "data_parallel_size",
     "data_seed",
@@ -83,6 +84,7 @@ __all__ = [
     "load_config",
     "nearest",
     "num_microbatches",
+    "operator_fields",
     "parse_config",
     "preset_names",
     "split_weights",

@@ -7,9 +7,12 @@ so that one mistake gives one message.
 from collections.abc import Sequence
 
 from drivetrain.config import derive
+from drivetrain.config.blend import PASSWORD_ADVICE, blend_problem, holds_password, transform_paths
 from drivetrain.config.nearest_values import around, closest, divisors
 from drivetrain.config.parallel_rules import PARALLEL_RULES
+from drivetrain.config.precision_rules import PRECISION_RULES
 from drivetrain.config.profiler_rules import PROFILER_RULES
+from drivetrain.config.recompute_rules import RECOMPUTE_RULES
 from drivetrain.config.rules import LaunchFacts, Rule, Violation
 from drivetrain.config.schema import RunConfig
 
@@ -193,13 +196,22 @@ def _split_validates(config: RunConfig, _: LaunchFacts) -> str | None:
 
 
 def _transform_is_a_path(config: RunConfig, _: LaunchFacts) -> str | None:
-    transform = config.data.transform
-    if transform is None:
+    for path in (*transform_paths(config.data.transform), *transform_paths(config.data.batch_transform)):
+        if not all(part.isidentifier() for part in path.replace(":", ".").split(".")):
+            return f"{path!r} is no dotted path of a callable; write package.module.function"
+    return None
+
+
+def _blend_is_pairs(config: RunConfig, _: LaunchFacts) -> str | None:
+    if holds_password(config.data.data_path or ""):
         return None
-    parts = transform.replace(":", ".").split(".")
-    if all(part.isidentifier() for part in parts):
+    return blend_problem(config.data.data_path)
+
+
+def _url_without_password(config: RunConfig, _: LaunchFacts) -> str | None:
+    if not holds_password(config.data.data_path or ""):
         return None
-    return f"{transform!r} is no dotted path of a callable; write package.module.function"
+    return f"a URL holds a password: {PASSWORD_ADVICE}; the nearest legal value is the URL without it"
 
 
 BASIC_RULES: tuple[Rule, ...] = (
@@ -299,12 +311,26 @@ BASIC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "transform-is-a-path",
-        ("data.transform",),
+        ("data.transform", "data.batch_transform"),
         _transform_is_a_path,
-        "Each part of data.transform is an identifier.",
+        "Each part of data.transform and data.batch_transform is an identifier.",
+    ),
+    Rule(
+        "blend-is-weights-and-corpora",
+        ("data.data_path",),
+        _blend_is_pairs,
+        "A data_path that begins with a number is pairs of a weight above 0 and a prefix, none of them twice.",
+    ),
+    Rule(
+        "url-without-password",
+        ("data.data_path",),
+        _url_without_password,
+        "A URL in data_path holds no password.",
     ),
     *PARALLEL_RULES,
     *PROFILER_RULES,
+    *PRECISION_RULES,
+    *RECOMPUTE_RULES,
 )
 """Tried by ``check`` and before every start, together with the catalogue's rules."""
 

@@ -1,9 +1,12 @@
 """Which rank lies on which machine, and which groups leave one: links inside a machine are the fast ones."""
 
+import itertools
+from collections.abc import Sequence
+
 from drivetrain.config.layout import Layout
 from drivetrain.config.rules import LaunchFacts
 
-__all__ = ["crossing_groups", "host_of", "ranks_per_host"]
+__all__ = ["by_host", "crossing_groups", "host_of", "ranks_per_host", "why_one_level"]
 
 
 def ranks_per_host(facts: LaunchFacts) -> int:
@@ -14,6 +17,29 @@ def ranks_per_host(facts: LaunchFacts) -> int:
 def host_of(rank: int, per_host: int) -> int:
     """Number of the machine of ``rank``."""
     return rank // per_host
+
+
+def by_host(ranks: Sequence[int], per_host: int) -> list[list[int]]:
+    """``ranks``, in ascending order, machine by machine."""
+    return [list(those) for _, those in itertools.groupby(ranks, lambda rank: host_of(rank, per_host))]
+
+
+def why_one_level(layout: Layout, dim: str, per_host: int) -> str | None:
+    """Why collectives along ``dim`` cannot go inside machines and between them; None where they can: where each of its
+    groups lies on several machines, with equally many ranks on each, and several."""
+    for group in layout.groups(dim):
+        hosts = by_host(group, per_host)
+        sizes = sorted({len(ranks) for ranks in hosts})
+        if len(hosts) == 1:
+            return f"the ranks of {dim} that communicate are on one machine"
+        if sizes == [1]:
+            return f"of the ranks of {dim} that communicate, each machine has one"
+        if len(sizes) > 1:
+            return (
+                f"machines have different numbers of the ranks of {dim} that communicate: "
+                f"{', '.join(map(str, sizes))}"
+            )
+    return None
 
 
 def crossing_groups(layout: Layout, per_host: int) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from drivetrain.config.derive import data_parallel_size
+from drivetrain.config.fusion import AUTO, OFF, chosen_backend, operator_fields
 from drivetrain.config.layout import ORDER, is_order, stage_plan
 from drivetrain.config.leaves import leaf_values, leaves
 from drivetrain.config.rules import LaunchFacts
@@ -86,6 +87,11 @@ def _numbered_as_by_default(config: RunConfig, facts: LaunchFacts) -> bool:
     )
 
 
+def _backends(config: RunConfig) -> set[str]:
+    """What is asked for of any operator."""
+    return {chosen_backend(config.fusion, name) for name in operator_fields()}
+
+
 def _section(name: str, *without: str) -> tuple[str, ...]:
     return tuple(leaf.path for leaf in leaves().values() if leaf.section == name and leaf.name not in without)
 
@@ -124,7 +130,27 @@ _CONDITIONS = (
     _Condition(
         ("data.prefetch_factor",),
         lambda config, _: config.data.num_workers == 0,
-        "data.num_workers = 0: nothing is prepared ahead",
+        "data.num_workers = 0: no worker prepares anything ahead",
+    ),
+    _Condition(
+        ("data.prefetch_batches",),
+        lambda config, _: config.data.num_workers > 0,
+        "data.num_workers is above 0: workers build batches ahead already",
+    ),
+    _Condition(
+        ("data.packing_buffer",),
+        lambda config, _: config.data.packing != "best_fit",
+        "data.packing is not best_fit",
+    ),
+    _Condition(
+        ("data.sample_cache_path",),
+        lambda config, _: config.data.sample_cache_bytes == 0,
+        "data.sample_cache_bytes = 0: no sequences are kept",
+    ),
+    _Condition(
+        ("data.remote_cache_bytes", "data.remote_cache_path"),
+        lambda config, _: "://" not in (config.data.data_path or ""),
+        "data.data_path names no URL: nothing is brought",
     ),
     _Condition(
         ("training.eval_interval",),
@@ -137,7 +163,7 @@ _CONDITIONS = (
         "profiler.profile is off",
     ),
     _Condition(
-        ("parallelism.sequence_parallel",),
+        ("parallelism.sequence_parallel", "overlap.async_tensor_model_parallel_allreduce"),
         lambda config, _: config.parallelism.tensor_model_parallel_size == 1,
         "parallelism.tensor_model_parallel_size = 1: no ranks share a layer",
     ),
@@ -166,8 +192,27 @@ _CONDITIONS = (
         "parallelism.zero_stage = 3: a block's gradients are one bucket",
     ),
     _Condition(
+        ("overlap.overlap_param_gather",),
+        lambda config, _: config.parallelism.zero_stage not in (1, 2),
+        "parallelism.zero_stage is neither 1 nor 2: no rank updates a part of what all of them keep",
+    ),
+    _Condition(
+        ("overlap.prefetch_blocks",),
+        lambda config, _: config.parallelism.zero_stage != 3,
+        "parallelism.zero_stage is not 3: blocks are not gathered",
+    ),
+    _Condition(
+        ("overlap.prefetch_blocks",),
+        lambda config, _: config.parallelism.pipeline_model_parallel_size > 1,
+        "a pipeline schedule decides when a block is used",
+    ),
+    _Condition(
         (
             "overlap.bucket_size_mb",
+            "overlap.hierarchical_collectives",
+            "overlap.overlap_param_gather",
+            "overlap.prefetch_blocks",
+            "precision.grad_reduce_dtype",
             "parallelism.zero_stage",
             "parallelism.reduce_each_micro_batch",
         ),
@@ -193,7 +238,24 @@ _CONDITIONS = (
         "the dimensions that have more than one rank follow each other as by default",
     ),
     _Condition(
-        ("overlap.bucket_size_mb", "parallelism.distributed_timeout_minutes"),
+        ("fusion.tuned_file",),
+        lambda config, _: not _backends(config) & {AUTO} and config.overlap.wanted_tp_chunks is not None,
+        "no operator is auto, and overlap.tp_chunks is not tuned: what was tuned is not looked at",
+    ),
+    _Condition(
+        ("fusion.allow_fallback",),
+        lambda config, _: not _backends(config) - {OFF, AUTO, "eager"},
+        "no operator's backend is named but eager, which falls back on nothing",
+    ),
+    _Condition(
+        (
+            "overlap.bucket_size_mb",
+            "overlap.overlap_param_gather",
+            "overlap.prefetch_blocks",
+            "overlap.hierarchical_collectives",
+            "precision.grad_reduce_dtype",
+            "parallelism.distributed_timeout_minutes",
+        ),
         lambda _, facts: facts.world_size == 1,
         "one process has nobody to communicate with",
     ),

@@ -21,6 +21,9 @@ class ProfilerConfig(Section):
     """Ranks that write a trace, with commas between them, or all."""
     record_shapes: bool = True
     """Traces hold the shapes of each operator's operands; achieved FLOP/s and bandwidth need them."""
+    profile_memory: bool = False
+    """Traces hold each allocation and its address, and marks that tell what it is for: `drivetrain memory` reads them.
+    Costs time, and makes files about twice as large."""
     with_stack: bool = False
     """Traces hold the Python line of each operator. Costs time and makes files several times larger."""
     file_size_limit_bytes: Count = Field(default=64 * 2**20, ge=1, le=2**63 - 1)

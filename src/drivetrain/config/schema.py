@@ -4,12 +4,12 @@ from pydantic import Field
 
 from drivetrain.config.base import Section
 from drivetrain.config.execution import (
-    FusionConfig,
     MemoryConfig,
     OverlapConfig,
     ParallelismConfig,
     PrecisionConfig,
 )
+from drivetrain.config.fusion import FusionConfig
 from drivetrain.config.model import ModelConfig
 from drivetrain.config.operation import CheckpointConfig, MonitorConfig, RunSectionConfig
 from drivetrain.config.profiling import ProfilerConfig

@@ -53,6 +53,7 @@ _ALIASES: Mapping[str, str] = types.MappingProxyType(
         "save_total_limit": "checkpoint.keep_latest_k",
         "deterministic_mode": "run.deterministic",
         "bf16": "precision.params_dtype",
+        "fp16": "precision.params_dtype",
         "ddp_bucket_size": "overlap.bucket_size_mb",
         "ddp_bucket_cap_mb": "overlap.bucket_size_mb",
         "bucket_cap_mb": "overlap.bucket_size_mb",

@@ -13,8 +13,9 @@ class DataConfig(Section):
     """Where the tokens come from and how a sequence is cut."""
 
     data_path: str | None = Field(default=None, min_length=1)
-    """Prefix of an indexed corpus (.bin and .idx). Absent: the Python standard library's source,
-    prepared on first use."""
+    """Prefix of an indexed corpus (.bin and .idx), or several with the weights in which their samples are mixed, as
+    `0.3 corpora/a 0.7 corpora/b`; URLs, as `s3://bucket/corpora/a`, are brought to this machine first. Absent: the
+    Python standard library's source, prepared on first use."""
     tokenizer_path: str | None = Field(default=None, min_length=1)
     """A tokenizer.json. Absent: the tokenizer.json beside the corpus."""
     split: str = Field(default="95,5", pattern=r"^[0-9]+(\.[0-9]+)?,[0-9]+(\.[0-9]+)?$", examples=["95,5"])
@@ -25,14 +26,42 @@ class DataConfig(Section):
     """Positions start at 0 in each document. Off: they count through the sequence."""
     eod_mask_loss: bool = False
     """No loss on predicting the token after an end-of-document token."""
+    packing: Literal["concatenate", "best_fit", "pad"] = "concatenate"
+    """How documents fill sequences of seq_length. concatenate: one stream, cut where a sequence is full. best_fit:
+    whole documents, or pieces of those that are longer than a sequence, and padding where none fits. pad: one document,
+    or one piece, a sequence."""
+    packing_buffer: Count = Field(default=16_384, ge=1, le=16_777_216)
+    """Documents that best_fit packs with each other."""
     num_workers: Count = Field(default=0, ge=0, le=256)
     """Worker processes that build batches, in order. 0: built in the training process."""
     prefetch_factor: Count = Field(default=2, ge=1, le=1024)
     """Micro-batches each worker prepares ahead (with num_workers >= 1)."""
+    prefetch_batches: Count = Field(default=0, ge=0, le=1024)
+    """Micro-batches that a thread of the training process builds ahead (with num_workers = 0). 0: built when they are
+    asked for."""
+    sample_cache_bytes: Count = Field(default=0, ge=0, le=2**63 - 1)
+    """Bytes on disk for finished training sequences, which later epochs, and runs on the same data, read instead of
+    building them. 0: none are kept."""
+    sample_cache_path: str | None = Field(default=None, min_length=1)
+    """Folder of those sequences. Absent: `samples` in the cache folder."""
+    remote_cache_bytes: Count = Field(default=100_000_000_000, ge=1, le=2**63 - 1)
+    """Most bytes on disk of what URLs in data_path name. Others that nobody uses make room, those used least recently
+    first."""
+    remote_cache_path: str | None = Field(default=None, min_length=1)
+    """Folder of what URLs name. Absent: `remote` in the cache folder."""
     transform: str | None = Field(
-        default=None, pattern=r"^[A-Za-z_][\w.]*[.:][A-Za-z_]\w*$", examples=["package.module.function"]
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*[.:][A-Za-z_]\w*(,[A-Za-z_][\w.]*[.:][A-Za-z_]\w*)*$",
+        examples=["package.module.function"],
     )
-    """Dotted path of a callable applied to each document's token ids (int64 array in, same shape out)."""
+    """Dotted path of a callable applied to each document's token ids (int64 array in, same shape out); several in a row
+    are separated by commas. Not applied again to a corpus that `data prepare --bake` made with it."""
+    batch_transform: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*[.:][A-Za-z_]\w*(,[A-Za-z_][\w.]*[.:][A-Za-z_]\w*)*$",
+        examples=["package.module.function"],
+    )
+    """The same for micro-batches: token ids of whole sequences (micro_batch_size, seq_length + 1)."""
     seed: Count | None = Field(default=None, ge=0, le=2**63 - 1)
     """Seed of the order of training data. Derived when absent: run.seed. Runs that share it see the same data
     from other initial weights."""

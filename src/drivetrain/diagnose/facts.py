@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
@@ -37,6 +38,9 @@ class Facts:
         ruled_out: names of entries that cannot help a foreign trace's job → why.
         waits: synchronisation points of one rank; None where they were not looked for.
         waits_source: whose they are, in words.
+        communication: what the run's summary says of its collectives; None where it says nothing.
+        data_operations: operation of building batches → seconds a micro-batch, by the newest word of the run; empty
+            where it says nothing.
     """
 
     account: Account
@@ -48,6 +52,8 @@ class Facts:
     ruled_out: Mapping[str, str] = field(default_factory=dict)
     waits: Synchronisations | None = None
     waits_source: str = ""
+    communication: Mapping[str, Any] | None = None
+    data_operations: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def mean(self) -> MeanWindow:

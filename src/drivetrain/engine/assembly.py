@@ -23,25 +23,31 @@ from drivetrain.engine.checkpoint import (
     remove_leftovers,
     set_aside,
 )
+from drivetrain.engine.communication import Communication, why_unseen
 from drivetrain.engine.data.corpus import Corpus, ensure_corpus
 from drivetrain.engine.data.loader import BatchLoader
 from drivetrain.engine.devices import Device
 from drivetrain.engine.initial_state import former_state, initialize_weights, other_data
 from drivetrain.engine.memory.cuda import apply_cuda_limit
 from drivetrain.engine.memory.limit import count_step, unseen_with_compile
+from drivetrain.engine.memory.recompute_budget import BudgetPlan, agreed
+from drivetrain.engine.operators_of_run import selection_of_run
 from drivetrain.engine.optimisations.implementation import Building
 from drivetrain.engine.optimisations.in_effect import Optimisations
 from drivetrain.engine.optimizer import build_optimizer, clip_gradients
 from drivetrain.engine.parallel.local_model import LocalModel, build_local_model
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup
+from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.engine.perturbation import perturb_weights
+from drivetrain.engine.precision import LossScaler
 from drivetrain.engine.preflight import require_countable_step
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.random_state import restore_random_state, seed_everything
 from drivetrain.engine.recorder import Recorder
 from drivetrain.engine.step import Stepper
-from drivetrain.engine.training_run import Logbook, TrainingRun
+from drivetrain.engine.training_run import LOSS_SCALER, Logbook, TrainingRun
+from drivetrain.engine.tuned_chunks import tuned_chunks_of_run
 from drivetrain.engine.weight_hash import ReplicaCheck
 from drivetrain.errors import CheckpointError, DataError
 from drivetrain.measure.peaks import Peak
@@ -58,8 +64,12 @@ def assemble(
     peak: Peak | None,
     fingerprint: str,
     origin: RunOrigin = PLAIN,
+    budget_plan: BudgetPlan | None = None,
 ) -> TrainingRun:
     """Build everything on this rank; weights and state come from the run's newest sound checkpoint, if it has any.
+
+    Args:
+        budget_plan: what this rank recomputes to stay within a budget; where a run goes by one.
 
     Raises:
         DrivetrainError: corpus, weights or checkpoints that do not fit; OutOfMemory.
@@ -68,14 +78,30 @@ def assemble(
     mesh = Mesh.form(layout_of(config, group.size), group.ranks.rank, device.type, timeout)
     seed_everything(config.run.seed, mesh.index("dp"), mesh.index("pp"))
     corpus = ensure_corpus(config.data, config.model)
-    _require_same_corpus(corpus, fingerprint)
-    building = Building(config=config, device=device, num_ranks=group.size)
+    _require_same_corpus(corpus, fingerprint, run_path)
+    building = Building(
+        config=config,
+        device=device,
+        num_ranks=group.size,
+        local_world_sizes=_local_world_sizes(config, group),
+        operators=selection_of_run(config, device, group, logbook),
+        tuned_chunks=tuned_chunks_of_run(config, device, group, mesh),
+    )
+    if budget_plan is not None:
+        building.recomputed = agreed(budget_plan, group, mesh)
+        for line in budget_plan.lines():
+            logbook.say(line)
+        logbook.event("window", what="recompute_plan", **budget_plan.to_document())
     optimisations = Optimisations(building)
     optimisations.prepare("choices")
+    if building.ranks_per_host is not None:
+        mesh = mesh.in_levels(building.ranks_per_host, device.torch_device)
     local = build_local_model(config, mesh, device.torch_device, building)
     building.decoder = local.decoder
     sync = local.sync
-    optimizer = build_optimizer(sync.updated(), config.optimizer, fused=building.fused_update)
+    optimizer = build_optimizer(
+        sync.updated(), config.optimizer, fused=building.fused_update, offload=building.state_offload
+    )
     layout = {**{dim: mesh.size(dim) for dim in ORDER}, "order": config.parallelism.rank_order}
     state = held_state(sync, optimizer)
     checkpoint = _restore(run_path / "checkpoints", group, config.model, state, layout, logbook)
@@ -104,6 +130,7 @@ def assemble(
         decoder=local.decoder,
         optimizer=optimizer,
         optimisations=optimisations,
+        budget_plan=budget_plan,
         stepper=Stepper(
             decoder=local.decoder,
             sync=sync,
@@ -114,9 +141,18 @@ def assemble(
             num_microbatches=microbatches_per_rank(config, mesh.size("dp")),
             max_norm=config.training.clip_grad,
             pipeline=local.pipeline,
+            loss_scaler=_loss_scaler(building, checkpoint),
+            offload=building.offload,
         ),
         recorder=Recorder(
-            config, group, device.torch_device, peak=peak, writer=logbook.writer, console=logbook.console
+            config,
+            group,
+            device.torch_device,
+            peak=peak,
+            writer=logbook.writer,
+            console=logbook.console,
+            communication=_followed(config, local.sync.traffic, group, mesh, device),
+            repeated=building.repeated,
         ),
         saver=CheckpointSaver(
             run_path / "checkpoints",
@@ -140,12 +176,48 @@ def assemble(
     )
 
 
-def _require_same_corpus(corpus: Corpus, fingerprint: str) -> None:
+def _loss_scaler(building: Building, checkpoint: LoadedCheckpoint | None) -> LossScaler | None:
+    """Where the run computes in fp16: from its checkpoint, or new where that was trained without one."""
+    if building.compute_dtype != torch.float16:
+        return None
+    scaler = LossScaler(building.config.precision)
+    saved = None if checkpoint is None else checkpoint.trainer_state.get(LOSS_SCALER)
+    if isinstance(saved, dict):
+        scaler.restore(saved)
+    return scaler
+
+
+def _followed(
+    config: RunConfig, traffic: Traffic, group: ProcessGroup, mesh: Mesh, device: Device
+) -> Communication:
+    """Have the times of this rank's collectives kept, where they can be known."""
+    unseen = why_unseen(
+        device.type,
+        pipeline=mesh.size("pp"),
+        zero_stage=config.parallelism.zero_stage,
+        replicas=mesh.size("dp_replicate"),
+    )
+    if group.size == 1:
+        return Communication(None)
+    if device.type != "cpu":
+        return Communication(None, unseen)
+    traffic.flights = group.flights
+    return Communication(group.flights, unseen)
+
+
+def _local_world_sizes(config: RunConfig, group: ProcessGroup) -> frozenset[int]:
+    """Numbers of processes on machines, each once; asked of all ranks where it matters."""
+    if group.size == 1 or not config.overlap.hierarchical_collectives:
+        return frozenset()
+    return frozenset(map(int, group.gather_texts(str(group.ranks.local_world_size))))
+
+
+def _require_same_corpus(corpus: Corpus, fingerprint: str, run_path: Path) -> None:
     if corpus.fingerprint != fingerprint:
         raise DataError(
             f"the corpus {corpus.prefix} is not the one this run was started with (fingerprint "
-            f"{corpus.fingerprint[:12]}, the run has {fingerprint[:12]}); put the former files back, or start a "
-            "new run"
+            f"{corpus.fingerprint[:12]}, the run has {fingerprint[:12]}); put the former files back, start a new run, "
+            f"or let this one go on with other data: drivetrain data accept {run_path}"
         )
 
 
@@ -257,6 +329,10 @@ def _enforce_memory_limit(
         optimizer.step()
 
     count = count_step(one_step, decoder=local.decoder, optimizer=optimizer, limit_bytes=limit_bytes)
+    # These calls trained nothing, and these copies belong to no step.
+    optimisations.building.operators.served.clear()
+    if optimisations.building.offload is not None:
+        optimisations.building.offload.take()
     unseen = f"; {unseen_with_compile()}" if optimisations.is_active("compile") else ""
     if group.size > 1:
         unseen += "; gradient buckets of data parallelism are not counted"

@@ -7,6 +7,7 @@ Optional packages are looked up, never imported: a broken one must not take the 
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drivetrain.config.operation import RunSectionConfig
 from drivetrain.engine.devices import Device, select_device
+from drivetrain.engine.memory.host import look_at_allocator
+from drivetrain.engine.parallel.symmetric_memory import why_not_in_this_build
 from drivetrain.measure.machine import cpu_flags
 
 __all__ = ["CAPABILITY_NAMES", "Capability", "capabilities", "capability", "cpp_compiler"]
@@ -115,6 +118,28 @@ def _gloo(_: Device) -> Capability:
     return _no("gloo", f"torch {torch.__version__} was built without it")
 
 
+def _symmetric_memory(device: Device) -> Capability:
+    name = "symmetric_memory"
+    if device.type != "cuda":
+        return _no(
+            name, f"torch's fused operators over it are for CUDA tensors, not for those of a {device.type}"
+        )
+    if (why := why_not_in_this_build()) is not None:
+        return _no(name, why)
+    devices = range(torch.cuda.device_count())
+    apart = [
+        (one, other)
+        for one in devices
+        for other in devices
+        if one < other and not torch.cuda.can_device_access_peer(one, other)
+    ]
+    if apart:
+        return _no(name, f"devices {apart[0][0]} and {apart[0][1]} cannot read each other's memory")
+    if len(devices) == 1:
+        return _yes(name, "one device is visible: whether ranks can share memory shows when they meet")
+    return _yes(name, f"{len(devices)} devices read each other's memory")
+
+
 # -- operators on the device --
 
 
@@ -174,6 +199,36 @@ def _bf16_native(device: Device) -> Capability:
             "bf16_native", f"the processor has none of {', '.join(names)}: bf16 is computed through fp32"
         )
     return _yes("bf16_native", ", ".join(units))
+
+
+def _fp16_native(device: Device) -> Capability:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device.torch_device)
+        if torch.version.hip is None and major < 7:
+            return _no("fp16_native", f"compute capability {major}.{minor}: fp16 units came with 7.0")
+        return _yes("fp16_native", device.name)
+    names = ("amx_fp16", "asimdhp")
+    units = [flag for flag in names if flag in cpu_flags()]
+    if units:
+        return _yes("fp16_native", ", ".join(units))
+    # Measured with torch 2.13: products took as long as in fp32 with avx512_fp16, and 5 to 200 times as long with AVX2.
+    slow = "no faster than" if "avx512_fp16" in cpu_flags() else "many times slower than"
+    return _no(
+        "fp16_native", f"the processor has none of {', '.join(names)}: fp16 products are {slow} those of fp32"
+    )
+
+
+# -- the allocator of host memory --
+
+
+def _glibc_malloc(device: Device) -> Capability:
+    if device.type != "cpu":
+        return _no("glibc_malloc", f"tensors of a {device.type} device do not lie in host memory")
+    seen = look_at_allocator()
+    if seen.name == "other" or (seen.name is None and platform.libc_ver()[0] != "glibc"):
+        return _no("glibc_malloc", seen.reason or "the allocator is not known")
+    kept = {True: "keeps freed memory", False: "gives freed memory back", None: f"{seen.reason}"}
+    return _yes("glibc_malloc", f"{' '.join(platform.libc_ver())}, {kept[seen.keeps_freed]}")
 
 
 # -- torch.compile --
@@ -266,11 +321,14 @@ _PROBES: dict[str, Callable[[Device], Capability]] = {
     "cuda": _cuda,
     "nccl": _nccl,
     "gloo": _gloo,
+    "symmetric_memory": _symmetric_memory,
     "compile": _compile,
     "fused_adamw": _fused_adamw,
     "sdpa_flash": _sdpa_flash,
     "bf16_matmul": _bf16_matmul,
     "bf16_native": _bf16_native,
+    "fp16_native": _fp16_native,
+    "glibc_malloc": _glibc_malloc,
     "triton": _package("triton", "triton", needs_cuda=True),
     "flash_attn": _package("flash_attn", "flash-attn", needs_cuda=True),
     "liger_kernel": _package("liger_kernel", "liger-kernel", needs_cuda=True),

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from drivetrain.archive.origin import PLAIN, RunOrigin
 from drivetrain.archive.provenance import collect
-from drivetrain.archive.writer import RunWriter
-from drivetrain.config import LoadedConfig, RunConfig, config_hash, layout_of, to_toml
+from drivetrain.archive.writer import RunWriter, append_event
+from drivetrain.config import DataConfig, LoadedConfig, RunConfig, config_hash, layout_of, to_toml
 from drivetrain.engine.data.corpus import Corpus
+from drivetrain.engine.data.opening import data_identity
 from drivetrain.engine.devices import select_device
 from drivetrain.engine.stop import StopRequest
 
-__all__ = ["create_run"]
+__all__ = ["create_run", "end_before_the_first_step"]
 
 
 def create_run(
@@ -22,8 +23,14 @@ def create_run(
     world_size: int,
     argv: Sequence[str],
     origin: RunOrigin = PLAIN,
+    stop: StopRequest | None = None,
 ) -> Path:
-    """Make the run directory of ``loaded`` and return it."""
+    """Make the run directory of ``loaded`` and return it.
+
+    Args:
+        stop: holds signals from before there is a run, and goes on holding them for whoever trains it, to whom a signal
+            that came in here is left. None: such a signal raises KeyboardInterrupt at the end, and the run has an end.
+    """
     config = loaded.config
     device = select_device(config.run)
     manifest: Mapping[str, Any] = {
@@ -31,20 +38,30 @@ def create_run(
         "layout": layout_document(config, world_size),
         "provenance": collect(argv, Path(__file__).parent),
         "devices": {"type": device.type, "name": device.name, "count": world_size},
-        "dataset": dataset_of(corpus),
+        "dataset": dataset_of(corpus, config.data),
         "seed": config.run.seed,
         **origin.to_manifest(),
     }
     name = config.run.name or loaded.name
     # A signal in here counts once the run is made: a run that exists has an end.
-    with (
-        StopRequest() as stop,
-        RunWriter.create(config.run.runs_dir, name, config_toml=to_toml(config), manifest=manifest) as writer,
-    ):
-        if stop.requested:
-            writer.event("end", status="interrupted", reason=f"{stop.signal_name} before the first step")
-            raise KeyboardInterrupt
-        return writer.path
+    holding = StopRequest() if stop is None else stop
+    holding.hold()
+    try:
+        toml = to_toml(config)
+        with RunWriter.create(config.run.runs_dir, name, config_toml=toml, manifest=manifest) as writer:
+            path = writer.path
+        if stop is None and holding.requested:
+            end_before_the_first_step(path, holding)
+    finally:
+        if stop is None:
+            holding.release()
+    return path
+
+
+def end_before_the_first_step(path: Path, stop: StopRequest) -> NoReturn:
+    """Give the run in ``path`` its end, which was asked for before it had begun, and raise KeyboardInterrupt."""
+    append_event(path, "end", status="interrupted", reason=f"{stop.signal_name} before the first step")
+    raise KeyboardInterrupt
 
 
 def layout_document(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -65,6 +82,10 @@ def layout_document(config: RunConfig, world_size: int) -> dict[str, Any]:
     return document
 
 
-def dataset_of(corpus: Corpus) -> dict[str, Any]:
-    """Identity of the corpus, as the manifest keeps it."""
-    return {"prefix": str(corpus.prefix), "fingerprint": corpus.fingerprint}
+def dataset_of(corpus: Corpus, data: DataConfig) -> dict[str, Any]:
+    """Identity of the corpus, as the manifest keeps it; ``identity`` is that of the documents that training sees."""
+    return {
+        "prefix": str(corpus.prefix),
+        "fingerprint": corpus.fingerprint,
+        "identity": data_identity(corpus, data),
+    }

@@ -23,6 +23,9 @@ from drivetrain.config import RunConfig, layout_of
 from drivetrain.config.derive import microbatches_per_rank
 from drivetrain.engine.dry_run_formulas import Amount, Traffic
 from drivetrain.engine.dry_run_world import choices_of
+from drivetrain.engine.memory.recompute import Plan, Recomputation
+from drivetrain.engine.memory.recompute_budget import budget_of, plan_of_run
+from drivetrain.engine.memory.recompute_choice import plan_of_config
 from drivetrain.engine.model.batch import whole_sequences
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimizer import build_optimizer
@@ -33,7 +36,7 @@ from drivetrain.engine.parallel.pipeline import CountedStage, Pipeline
 from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks
 from drivetrain.engine.step import Stepper
 
-__all__ = ["Counted", "Parts", "count_rank"]
+__all__ = ["Counted", "FloatsAreFake", "Parts", "PipelineAlone", "count_rank", "fake_group"]
 
 _CPU = torch.device("cpu")
 
@@ -65,12 +68,15 @@ def count_rank(config: RunConfig, world_size: int, rank: int, *, with_step: bool
     To be called once in a process.
     """
     building = choices_of(config, world_size)
-    with _fake_group(rank, world_size) as group:
+    repeated = _recomputed(config, world_size, rank)
+    with fake_group(rank, world_size) as group:
         mesh = Mesh.form(layout_of(config, world_size), rank)
-        with _FloatsAreFake():
-            local = build_local_model(config, mesh, _CPU, building, pipeline_type=_Alone)
+        with FloatsAreFake():
+            local = build_local_model(config, mesh, _CPU, building, pipeline_type=PipelineAlone)
             sync, decoder = local.sync, local.decoder
             optimizer = build_optimizer(sync.updated(), config.optimizer, fused=building.fused_update)
+            if repeated is not None:
+                Recomputation(decoder, repeated, stops_early=building.computes_in_one_piece)
             parameters = _amount(sync.parameters().values())
             moments = _amount(sync.moments(optimizer).values())
             parts = tuple(_part(name, held) for name, held in sync.parameters().items())
@@ -101,8 +107,17 @@ def count_rank(config: RunConfig, world_size: int, rank: int, *, with_step: bool
             return Counted(parameters, gradients[0], moments, dict(sync.traffic.take()), parts)
 
 
+def _recomputed(config: RunConfig, world_size: int, rank: int) -> Plan | None:
+    """What backward computes again, collectives included; None: nothing."""
+    if config.memory.recompute_granularity == "none":
+        return None
+    if config.memory.recompute_granularity == "budget":
+        return plan_of_run(config, world_size, rank, budget_of(config)).plan
+    return plan_of_config(config.memory)
+
+
 @contextmanager
-def _fake_group(rank: int, world_size: int) -> Iterator[ProcessGroup]:
+def fake_group(rank: int, world_size: int) -> Iterator[ProcessGroup]:
     """The group of all ranks, of which this one alone is there."""
     if world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -121,7 +136,7 @@ _MAKERS = frozenset(
 )
 
 
-class _FloatsAreFake(TorchDispatchMode):
+class FloatsAreFake(TorchDispatchMode):
     """Floating-point tensors that are made have no memory; whole numbers (tokens, borders, indices) are real.
 
     Values of whole numbers steer the program: borders of documents, the number of a micro-batch.
@@ -158,10 +173,11 @@ class _AgreeingStage(CountedStage):
         return torch.ones(1, dtype=torch.int32)
 
 
-class _Alone(Pipeline):
+class PipelineAlone(Pipeline):
     """The pipeline of a rank whose neighbours are not there."""
 
     stage_type = _AgreeingStage
+    early_stage_type = None
 
     def _assert_whole_model(self, decoder: Decoder) -> None:
         """The own part of it: nobody tells what the others have built."""

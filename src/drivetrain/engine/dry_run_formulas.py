@@ -14,12 +14,13 @@ from drivetrain.config import RunConfig
 from drivetrain.config.derive import microbatches_per_rank
 from drivetrain.config.stages import ZERO_BUBBLE
 from drivetrain.engine.dry_run_placements import PlannedModel, tied_ends
-from drivetrain.engine.model.loss import LOGITS_PER_CHUNK
+from drivetrain.engine.ops._in_place_cross_entropy import LOGITS_PER_CHUNK
 from drivetrain.engine.parallel.buckets import buckets_of, rows_of_part
 from drivetrain.engine.parallel.pipeline import payload_bytes
 from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.resident import resident_bytes
 from drivetrain.engine.parallel.tensor_parallel_bytes import tensor_parallel_bytes
+from drivetrain.engine.parallel.tensor_parallel_overlap import WHOLE, Chunks
 from drivetrain.engine.parallel.traffic import Count
 
 __all__ = ["Amount", "Formulas", "Resident", "Shape", "Traffic"]
@@ -83,12 +84,14 @@ class Formulas:
     Attributes:
         compute_dtype: of activations.
         bucket_size_mb: MB (1e6 bytes) of gradients in a bucket; 0: all in one.
+        tp_chunks: into how many pieces the collectives of tensor-parallel layers are cut.
     """
 
     config: RunConfig
     planned: PlannedModel
     compute_dtype: torch.dtype
     bucket_size_mb: float
+    tp_chunks: Chunks = WHOLE
 
     @property
     def stage(self) -> int:
@@ -152,6 +155,8 @@ class Formulas:
             first=first,
             last=last,
         )
+        # What enters and what leaves attention and MLP, each once forward and once backward, one of which is a sum.
+        of_layers = layers * sum(self.tp_chunks.by_product().values())
         # Norms of query and key heads, and heads of keys and values that ranks share.
         copies = 2 * layers * model.qk_layernorm
         if model.query_groups < layout.tp:
@@ -160,13 +165,15 @@ class Formulas:
             copies += (2 * layers + last) * (2 if model.normalization == "LayerNorm" else 1)
             copies += 2 * layers * model.add_bias_linear
             copies += first and model.position_embedding_type == "learned_absolute"
-            sums = first + 4 * layers + last
+            sums = first + of_layers + last
             calls = {"all_reduce": 2 * last + copies, "reduce_scatter": sums, "all_gather": sums}
         else:
-            calls = {"all_reduce": first + 4 * layers + 3 * last + copies}
+            calls = {"all_reduce": first + of_layers + 3 * last + copies}
         steps = self.num_microbatches
+        # What a repeated forward pass sends again is counted, where it is.
+        repeats = self.config.memory.recompute_granularity != "none"
         return {
-            ("tp", kind): Count(steps * count, steps * bytes_of[kind])
+            ("tp", kind): None if repeats else Count(steps * count, steps * bytes_of[kind])
             for kind, count in calls.items()
             if count
         }
@@ -203,10 +210,12 @@ class Formulas:
         reductions = steps if self.config.parallelism.reduce_each_micro_batch else 1
         shapes = [placement.local_shape for placement in placements.values()]
         whole, share = _BYTES * sum(map(prod, shapes)), _share(shapes, parts)
+        # Gradients may be narrower while they travel; parameters and sums over replicas never are.
+        narrower = _BYTES // 2 if self.config.precision.grad_reduce_dtype == "bf16" else _BYTES
         buckets = len(buckets_of([_BYTES * prod(shape) for shape in shapes], self.bucket_size_mb))
         found: dict[tuple[str, str], Count | None] = {}
         if stage <= 1:
-            found["dp", "all_reduce"] = Count(buckets * reductions, whole * reductions)
+            found["dp", "all_reduce"] = Count(buckets * reductions, whole * reductions * narrower // _BYTES)
         if stage in (1, 2):
             found["dp_shard", "all_gather"] = Count(buckets, share)
         if stage == 3:
@@ -214,7 +223,9 @@ class Formulas:
             found["dp_shard", "all_gather"] = self._gathers(blocks, roots, parts)
             buckets = len(blocks) + len(roots)
         if stage >= 2:
-            found["dp_shard", "reduce_scatter"] = Count(buckets * reductions, parts * share * reductions)
+            found["dp_shard", "reduce_scatter"] = Count(
+                buckets * reductions, parts * share * reductions * narrower // _BYTES
+            )
             if layout.size("dp_replicate") > 1:
                 found["dp_replicate", "all_reduce"] = Count(buckets * reductions, share * reductions)
         return found
@@ -242,6 +253,9 @@ class Formulas:
     def _gathers(self, blocks: list[list[Shape]], roots: list[list[Shape]], parts: int) -> Count | None:
         """All-gathers of stage 3 in a step. Roots stay gathered from a micro-batch's forward to its backward."""
         plan, steps = self.planned.plan, self.num_microbatches
+        memory = self.config.memory
+        if (memory.recompute_num_layers or 1) > 1 and memory.recompute_method != "block":
+            return None  # Layers that are repeated together are gathered for that as well.
         of_blocks, of_roots = (
             sum(_share(shapes, parts) for shapes in blocks),
             sum(_share(s, parts) for s in roots),

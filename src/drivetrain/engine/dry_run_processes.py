@@ -14,8 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ from drivetrain.engine.parallel.traffic import Count
 from drivetrain.engine.parent import end_with_parent
 from drivetrain.errors import DrivetrainError
 
-__all__ = ["Failure", "RankTask", "count_in_processes"]
+__all__ = ["Failure", "RankTask", "answers_of_processes", "count_in_processes"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class RankTask:
 
     rank: int
     with_step: bool
+
+
+Work = Callable[[RunConfig, int, RankTask], object]
+"""What the process of a rank does, given the number of processes: its answer, which JSON can hold. A module's top-level
+function, or a partial of one."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +74,40 @@ def count_in_processes(
     progress: Callable[[int], None],
     work: Callable[[RunConfig, int, RankTask], Counted] | None = None,
 ) -> Mapping[int, Counted | Failure]:
+    """What was counted of each task, by rank.
+
+    Args:
+        at_once, time_limit_s, progress: as of :func:`answers_of_processes`.
+        work: what a process does, a module's top-level function; counting unless a test wants something else.
+    """
+    answers = answers_of_processes(
+        config,
+        world_size,
+        tasks,
+        partial(_plain_count, work or _count),
+        at_once=at_once,
+        time_limit_s=time_limit_s,
+        progress=progress,
+    )
+    return {rank: one if isinstance(one, Failure) else _counted(one) for rank, one in answers.items()}
+
+
+def answers_of_processes(
+    config: RunConfig,
+    world_size: int,
+    tasks: Sequence[RankTask],
+    work: Work,
+    *,
+    at_once: int,
+    time_limit_s: float,
+    progress: Callable[[int], None],
+) -> Mapping[int, dict[str, Any] | Failure]:
     """What became of each task, by rank.
 
     Args:
         at_once: processes that run side by side.
         time_limit_s: seconds after which a process is ended.
         progress: called with the number of tasks that are done, each time that it changes.
-        work: what a process does, a module's top-level function; counting unless a test wants something else.
     """
     # A server that runs already, started by somebody else, serves as well: it only imports more for each.
     context = multiprocessing.get_context("forkserver")
@@ -81,7 +115,7 @@ def count_in_processes(
     text = config.model_dump_json(exclude_unset=True)
     waiting = list(tasks)
     running: dict[Connection, _Running] = {}
-    answers: dict[int, Counted | Failure] = {}
+    answers: dict[int, dict[str, Any] | Failure] = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -117,9 +151,9 @@ def _end(process: BaseProcess) -> None:
     process.join()
 
 
-def _answer(receiver: Connection, process: BaseProcess) -> Counted | Failure:
+def _answer(receiver: Connection, process: BaseProcess) -> dict[str, Any] | Failure:
     try:
-        found = json.loads(receiver.recv_bytes())
+        found: dict[str, Any] = json.loads(receiver.recv_bytes())
     except (EOFError, OSError):  # before its answer, or in the middle of it
         process.join()
         return Failure(_ended(process.exitcode or 0))
@@ -128,7 +162,7 @@ def _answer(receiver: Connection, process: BaseProcess) -> Counted | Failure:
     process.join()
     if "error" in found:
         return Failure(found["error"], found["traceback"])
-    return _counted(found)
+    return found
 
 
 def _ended(exit_code: int) -> str:
@@ -145,7 +179,7 @@ def _main(
     world_size: int,
     rank: int,
     with_step: bool,
-    work: Callable[[RunConfig, int, RankTask], Counted] | None,
+    work: Work,
 ) -> None:
     """In the process of a rank."""
     # A Ctrl-C is the command's, which then ends this process.
@@ -156,7 +190,7 @@ def _main(
     task = RankTask(rank, with_step)
     try:
         loaded = RunConfig.model_validate_json(config)
-        answer = _plain((work or _count)(loaded, world_size, task))
+        answer = work(loaded, world_size, task)
     except DrivetrainError as error:
         answer = {"error": str(error), "traceback": None}
     except Exception as error:  # noqa: BLE001 - whatever it was, the command shows it
@@ -179,6 +213,12 @@ def _end_unheard(answers_to: int) -> None:
 
 def _count(config: RunConfig, world_size: int, task: RankTask) -> Counted:
     return count_rank(config, world_size, task.rank, with_step=task.with_step)
+
+
+def _plain_count(
+    count: Callable[[RunConfig, int, RankTask], Counted], config: RunConfig, world_size: int, task: RankTask
+) -> dict[str, object]:
+    return _plain(count(config, world_size, task))
 
 
 def _plain(counted: Counted) -> dict[str, object]:

@@ -57,7 +57,8 @@ class PlannedWorld:
         # As the model is built: in a pipeline buckets hide nothing, and bound memory alone.
         bucket_size_mb = config.overlap.bucket_size_mb if layout.pp > 1 else choices.bucket_size_mb
         planned = PlannedModel.of(config, layout)
-        return PlannedWorld(Formulas(config, planned, choices.compute_dtype, bucket_size_mb or 0.0), layout)
+        formulas = Formulas(config, planned, choices.compute_dtype, bucket_size_mb or 0.0, choices.tp_chunks)
+        return PlannedWorld(formulas, layout)
 
     @cached_property
     def _kinds_by_place(self) -> Mapping[tuple[int, int], _Kind]:

@@ -283,8 +283,9 @@ def allocator_setting(environment: Mapping[str, str], libc: str) -> Setting:
         "allocator",
         "advice",
         f"glibc, {shown}",
-        f"on a CPU, export {wanted} before Python starts: every large temporary is otherwise mapped, zeroed "
-        "and unmapped anew (docs/doctor.md has what that costs; memory is kept until the process ends)",
+        f"on a CPU, train with memory.keep_freed_memory=true, or export {wanted} before Python starts: every large "
+        "temporary is otherwise mapped, zeroed and unmapped anew (docs/doctor.md has what that costs; memory is kept "
+        "until the process ends)",
     )
 
 

@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from drivetrain.errors import DrivetrainError, EnvironmentFault
 
-__all__ = ["explain", "explained"]
+__all__ = ["explain", "explained", "explained_in"]
+
+_RANKS_SHOWN = 16
 
 # What torch raises has no class of its own: these words are in the messages of version 2.13.
 _NO_MEMORY = ("can't allocate memory", "not enough memory")
@@ -52,3 +54,23 @@ def explained() -> Iterator[None]:
         if meaning is None:
             raise
         raise meaning from error
+
+
+@contextmanager
+def explained_in(kind: str, name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """As :func:`explained`, of a collective: the message says which, and whose processes take part in it.
+
+    Args:
+        kind: of the collective, in words.
+        name: of the group, as the user knows it.
+        group: its ranks are looked up where there is something to say.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        meaning = explain(error)
+        if meaning is None:
+            raise
+        ranks = dist.get_process_group_ranks(group)
+        shown = ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (", ..." if len(ranks) > _RANKS_SHOWN else "")
+        raise type(meaning)(f"{meaning}, in the {kind} of {name} over ranks {shown}") from error

@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["AGENT_VARIABLE", "Launch", "launch_ranks", "started_by_launcher"]
+__all__ = ["AGENT_VARIABLE", "Launch", "launch_module", "launch_ranks", "started_by_launcher"]
 
 AGENT_VARIABLE = "DRIVETRAIN_LAUNCHED"
 """Set for ranks that our own launcher waits for: what it reports, they need not say as well."""
@@ -50,11 +51,19 @@ class Launch:
 
 
 def launch_ranks(run_path: Path, num_processes: int) -> Launch:
-    """Start ``num_processes`` ranks on ``run_path`` and wait for them.
+    """Start ``num_processes`` ranks on ``run_path`` and wait for them. Their output goes to stderr: stdout belongs to
+    the caller's one JSON document."""
+    return launch_module(["train", str(run_path)], num_processes)
+
+
+def launch_module(arguments: Sequence[str], num_processes: int, *, keeps_stdout: bool = False) -> Launch:
+    """Start ``num_processes`` ranks of ``drivetrain ARGUMENTS`` and wait for them.
 
     SIGINT and SIGTERM are passed on to the agent, which asks the ranks to stop and save. A second SIGINT
-    does not wait: the ranks are killed. Their output goes to stderr: stdout belongs to the caller's one JSON
-    document.
+    does not wait: the ranks are killed.
+
+    Args:
+        keeps_stdout: what ranks print on stdout goes there, and not to stderr.
     """
     read, write = os.pipe()
     command = [
@@ -67,8 +76,7 @@ def launch_ranks(run_path: Path, num_processes: int) -> Launch:
         f"--nproc-per-node={num_processes}",
         "-m",
         "drivetrain",
-        "train",
-        str(run_path),
+        *arguments,
     ]
     environment = {**os.environ, AGENT_VARIABLE: "1"}
     # The agent would set one thread a rank and say so in a warning; the engine chooses by itself.
@@ -92,7 +100,7 @@ def launch_ranks(run_path: Path, num_processes: int) -> Launch:
     try:
         agent = subprocess.Popen(
             command,
-            stdout=sys.stderr.fileno(),
+            stdout=None if keeps_stdout else sys.stderr.fileno(),
             env=environment,
             start_new_session=True,
             pass_fds=(write,),

@@ -35,14 +35,15 @@ class Outcome:
 
 
 def train(run: TrainingRun, stop: StopRequest) -> Outcome:
-    """Train until the last step, a request to stop, a loss that is not finite, or weights that differ where they are
-    held twice."""
+    """Train until the last step, a request to stop, a loss that is not finite, gradients that overflow at any loss
+    scale, or weights that differ where they are held twice."""
     config, progress, recorder = run.config, run.progress, run.recorder
-    last_step = config.training.train_iters
+    first_step, last_step = progress.step + 1, config.training.train_iters
     validation: Evaluation | None = None
     saved_at = progress.step if run.resumed else None
     compared_every = config.monitor.check_weight_hash_across_dp_replicas_interval
     differing = run.compare_replicas(progress) if compared_every else None
+    overflowing: str | None = None
 
     run.probe_leak()
     with _collect_garbage_at_chosen_steps(), run.train_batches() as batches, ProfileWindow(run) as window:
@@ -71,9 +72,17 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
                 with record_function("drivetrain/gc"):
                     gc.collect(1)
                 tags = [*tags, "gc"]
+            run.note_compilation()
             recorder.submit(figures, progress, tags)
             recorder.close_step()
+            if progress.step == first_step:
+                run.note_wire_error()
+            if figures.skipped:
+                overflowing = run.note_skipped_step(figures)
+                if overflowing is not None:
+                    break
             run.note_finished_save()
+            run.note_slow_data()
 
             saves = due(config.checkpoint.save_interval, progress.step)
             if compared_every and (saves or due(compared_every, progress.step)):
@@ -93,8 +102,13 @@ def train(run: TrainingRun, stop: StopRequest) -> Outcome:
                 validation = run.evaluate(progress)
             if figures.stop_votes:
                 break
+        run.stepper.sync.settle()
         recorder.flush(progress)
 
+    if overflowing is not None:
+        # No skipped step has changed the weights: they are as sound as before, and what was saved of them is enough.
+        run.finish_saving()
+        return Outcome("diverged", f"step {progress.step}: {overflowing}", validation)
     if compared_every and differing is None and recorder.diverged_at is None and saved_at != progress.step:
         differing = run.compare_replicas(progress)
     if differing is not None:

@@ -1,27 +1,25 @@
 """AdamW: which parameters decay, where its state lives, how it is named on disk, and gradient clipping."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from drivetrain.config.training import OptimizerConfig
+from drivetrain.engine.memory.offload_optimizer import OffloadedAdamW, StateOffload
+from drivetrain.engine.ops.adamw import why_not_fused
+from drivetrain.engine.ops.gradient_clip import clip_coefficient, scale_gradients, total_norm
 
 __all__ = [
     "allocate_state",
     "build_optimizer",
-    "clip_coefficient",
     "clip_gradients",
     "optimizer_state",
-    "scale_gradients",
     "set_learning_rate",
-    "total_norm",
     "why_not_fused",
 ]
 
-_ROW = 2048
-"""Elements whose squares are added in fp32 before the sum goes on in fp64."""
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -30,6 +28,7 @@ def build_optimizer(
     optimizer: OptimizerConfig,
     *,
     fused: bool | None = None,
+    offload: StateOffload | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over ``decoder``'s parameters with its state allocated: zeros, in the parameters' dtype (fp32).
 
@@ -40,6 +39,7 @@ def build_optimizer(
     Args:
         decoder: or the named parameters that this rank updates, in that order: rows of a parameter, say.
         fused: whether the update is one kernel; torch must have it for the device. None: as ``optimizer.fused``.
+        offload: has the moments of some parameters live on the host; None: all on the parameters' device.
     """
     fused = optimizer.fused if fused is None else fused
     every = decoder.named_parameters() if isinstance(decoder, nn.Module) else decoder
@@ -51,28 +51,21 @@ def build_optimizer(
         for members, weight_decay in ((decayed, optimizer.weight_decay), (undecayed, 0.0))
         if members
     ]
-    adamw = torch.optim.AdamW(
-        groups,
-        lr=optimizer.lr,
-        betas=(optimizer.adam_beta1, optimizer.adam_beta2),
-        eps=optimizer.adam_eps,
-        fused=fused,
+    settings: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.adam_beta1, optimizer.adam_beta2),
+        "eps": optimizer.adam_eps,
+        "fused": fused,
         # What torch takes by itself without a fused kernel: lists of tensors on CUDA, one tensor after the other on
         # a CPU. With fused=False alone it would take the slow way everywhere.
-        foreach=not fused and all(parameter.is_cuda for _, parameter in named),
-    )
+        "foreach": not fused and all(parameter.is_cuda for _, parameter in named),
+    }
+    if offload is None:
+        adamw = torch.optim.AdamW(groups, **settings)
+    else:
+        adamw = OffloadedAdamW(groups, offload, **settings)
     allocate_state(adamw)
     return adamw
-
-
-def why_not_fused(device_type: str) -> str | None:
-    """Why torch cannot update parameters on such a device with one kernel; None where it can.
-
-    torch itself finds this out in the first step only, as a RuntimeError.
-    """
-    if device_type in _get_fused_kernels_supported_devices():
-        return None
-    return f"torch {torch.__version__} has no fused AdamW for {device_type}"
 
 
 def _named_parameters(optimizer: torch.optim.AdamW) -> Iterator[tuple[str, Tensor]]:
@@ -136,47 +129,3 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> tuple[Tenso
     if max_norm:
         scale_gradients(gradients, factor)
     return norm, factor
-
-
-@torch.no_grad()
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """L2 norm of all elements of ``tensors``, of shape (), in their dtype on their device; 0 for none of them.
-
-    On a CPU torch adds the squares of a whole tensor one after the other, as many at once as a register holds. In fp32
-    the norm of 16 million elements comes out 6e-4 too small, and another one when they are cut, so that clipping would
-    depend on the layout. By rows, and in fp64 from there on, it is right to the last digit.
-    """
-    if not tensors:
-        return torch.zeros(())
-    if tensors[0].device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
-        return norm
-    rows, small = [], []
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        whole = flat.numel() // _ROW * _ROW
-        if whole:
-            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
-        if whole < flat.numel():
-            small.append(flat[whole:])
-    if small:
-        rows.append(torch.stack(torch._foreach_norm(small)))
-    if not rows:  # empty parts of a dimension that does not divide
-        return tensors[0].new_zeros(())
-    total: Tensor = torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64)
-    return total.to(tensors[0].dtype)
-
-
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor of :func:`clip_gradients` for gradients of this norm, of shape () on the norm's device."""
-    if max_norm == 0:
-        return torch.ones_like(norm)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(norm.isfinite(), factor, torch.ones_like(factor))
-
-
-def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiply all of ``gradients`` in place by ``factor``, of shape ()."""
-    # A CPU has no queue to wait for, so a pass over all gradients that would multiply by one is saved.
-    if gradients and not (factor.device.type == "cpu" and factor.item() == 1.0):
-        torch._foreach_mul_(gradients, factor)

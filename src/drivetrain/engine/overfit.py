@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from drivetrain.config import RunConfig
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.loader import BatchLoader
@@ -16,7 +18,10 @@ from drivetrain.engine.devices import Device
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.initialization import initialize
 from drivetrain.engine.optimizer import build_optimizer, clip_gradients, set_learning_rate, why_not_fused
-from drivetrain.engine.precision import compute_dtype
+from drivetrain.engine.parallel.gradient_sync import Held
+from drivetrain.engine.parallel.placement import Placement
+from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks
+from drivetrain.engine.precision import LossScaler, compute_dtype, look_for_overflow
 
 __all__ = ["NEAR_ZERO", "OverfitResult", "overfit_batch"]
 
@@ -65,12 +70,22 @@ def overfit_batch(
     )
     with BatchLoader(config, corpus, "train", num_samples=config.training.global_batch_size) as loader:
         batch = next(loader).to(device.torch_device)
+    scaler = LossScaler(config.precision) if decoder.compute_dtype == torch.float16 else None
     losses: list[float] = []
     norms: list[float] = []
     for step in range(1, max_steps + 1):
         set_learning_rate(optimizer, config.optimizer.lr * min(1.0, step / WARMUP_STEPS))
+        if scaler is not None:
+            decoder.head.gradient_scale = 2.0 ** math.floor(math.log2(scaler.scale / batch.token_ids.numel()))
         loss = decoder.loss_sum(batch) / max(batch.num_valid_tokens, 1)
-        loss.backward()
+        (loss if scaler is None else loss * scaler.scale).backward()
+        if scaler is not None and _overflowed(decoder, loss.detach(), scaler):
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(float(loss.detach()))
+            norms.append(math.nan)
+            if scaler.failure is not None:
+                break
+            continue
         norm, _ = clip_gradients(decoder.parameters(), config.training.clip_grad)
         losses.append(float(loss.detach()))
         norms.append(float(norm))
@@ -89,8 +104,21 @@ def overfit_batch(
         steps=len(losses),
         diagnosis=""
         if learned
-        else diagnose(losses, norms, uniform, config.optimizer.lr, batch.num_valid_tokens),
+        else (scaler.failure if scaler is not None else None)
+        or diagnose(losses, norms, uniform, config.optimizer.lr, batch.num_valid_tokens),
     )
+
+
+def _overflowed(decoder: Decoder, loss: torch.Tensor, scaler: LossScaler) -> bool:
+    """Take the loss scale out of the gradients; whether they overflowed."""
+    gradients = {
+        name: Held(parameter.grad, Placement(tuple(parameter.shape)))
+        for name, parameter in decoder.named_parameters()
+        if parameter.grad is not None
+    }
+    overflow = look_for_overflow(gradients, loss, scaler.scale, ProcessGroup(Ranks()))
+    scaler.update(overflow=overflow.found, finite_loss=overflow.finite_loss)
+    return overflow.found
 
 
 def diagnose(

@@ -20,7 +20,7 @@ from drivetrain.archive.atomic import write_bytes, write_fault, write_json
 from drivetrain.archive.encoding import SCHEMA
 from drivetrain.config import RunConfig, data_seed
 from drivetrain.engine.data.corpus import Corpus
-from drivetrain.engine.data.sequences import Sequences
+from drivetrain.engine.data.opening import samples_of
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.loss import OutputHead
@@ -99,9 +99,9 @@ class Leak:
 def probe_batch(config: RunConfig, corpus: Corpus) -> ProbeBatch:
     """A micro-batch of the run's first training sequences, those that hold several documents first."""
     size, length = config.training.micro_batch_size, config.model.seq_length
-    sequences = Sequences(corpus, config.data, "train", length, data_seed(config))
+    sequences = samples_of(corpus, config.data, "train", length, data_seed(config))
     samples = np.arange(size * _BATCHES_SEARCHED, dtype=np.int64)
-    tokens, starts = sequences.read(sequences.windows(samples))
+    tokens, starts = sequences.rows(samples)
     several = starts[:, 1:length].any(axis=1)
     constructed = not several.any()
     if constructed and length >= 2:

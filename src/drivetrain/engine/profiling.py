@@ -25,9 +25,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from drivetrain.archive.encoding import SCHEMA
+from drivetrain.engine.memory.host import PlainPageFaults, look_at_allocator
+from drivetrain.engine.memory.measured import MemoryMarks
 from drivetrain.engine.trace_file import export_trace, remove_leftovers, trace_bytes
 from drivetrain.engine.training_run import TrainingRun
 from drivetrain.errors import DrivetrainError
@@ -89,6 +92,8 @@ class ProfileWindow:
         self._written: WindowPlan | None = None
         self._counted = (0, 0, 0)
         self._cut_because: str | None = None
+        self._faults: PlainPageFaults | None = None
+        self._marks: MemoryMarks | None = None
 
     @property
     def tags(self) -> list[str]:
@@ -107,6 +112,8 @@ class ProfileWindow:
                     f"steps {plan.first}-{plan.last} are not profiled: this segment begins with step "
                     f"{self._run.progress.step + 1}, and its warm-up reaches up to the window"
                 )
+        elif plan is not None and self._run.device.type == "cpu":
+            self._faults = PlainPageFaults(max(plan.before[0], earliest), plan.trial)
         return self
 
     def __exit__(
@@ -132,6 +139,8 @@ class ProfileWindow:
         plan = self._plan
         if plan is None:
             return
+        if self._faults is not None:
+            self._faults.before_step(step)
         with self._profiler_time() if self._acts_before(step) else contextlib.nullcontext():
             self._close_step()
             if step == plan.trial:
@@ -176,16 +185,23 @@ class ProfileWindow:
         if self._profiled:
             self._profiler = _new_profiler(run)
             self._profiler.prepare_trace()
+            self._marks = _new_marks(run)
         # A collective under way would be half in the trace of one rank and not in another's.
         run.recorder.settle()
+        run.stepper.sync.settle()
         _wait_for_device(run.device.torch_device)
         run.group.barrier()
+        if self._marks is not None:
+            self._marks.begin()
         if self._profiler is not None:
             self._profiler.start_trace()
 
     def _stop(self) -> profile | None:
         self._recording = None
         profiler, self._profiler = self._profiler, None
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            marks.end()
         if profiler is not None:
             _wait_for_device(self._run.device.torch_device)
             profiler.stop_trace()
@@ -236,9 +252,12 @@ class ProfileWindow:
         """Write the traces of the steps of ``plan``, and the event."""
         run = self._run
         run.recorder.settle()
+        run.stepper.sync.settle()
         work = self._work_done()
         if self._profiler is not None:
-            about = {**_about(run, plan), **work}
+            about = {**_about(run, plan), **work, **self._host_memory()}
+            if self._marks is not None:
+                about["memory"] = self._marks.document()
             self._profiler.add_metadata_json("drivetrain", json.dumps(about))
         profiler = self._stop()
         failed = 0
@@ -265,6 +284,20 @@ class ProfileWindow:
             "tokens": progress.tokens - tokens,
             "effective_tokens": progress.effective_tokens - effective_tokens,
             "model_flops": progress.model_flops - model_flops,
+        }
+
+    def _host_memory(self) -> dict[str, Any]:
+        """What the allocator of host memory does with what is freed; nothing where tensors lie elsewhere."""
+        if self._faults is None:
+            return {}
+        seen = look_at_allocator()
+        return {
+            "host_memory": {
+                "allocator": seen.name,
+                "keeps_freed": seen.keeps_freed,
+                "reason": seen.reason,
+                "page_faults_per_step": self._faults.per_step,
+            }
         }
 
     def _record(self, plan: WindowPlan, folder: Path, work: dict[str, int], failed: int) -> None:
@@ -314,6 +347,8 @@ class ProfileWindow:
             ratio=ratio,
             step_s_before=_median(before),
             step_s_after=_median(after),
+            mean_step_s_profiled=_mean(profiled),
+            mean_step_s_plain=_mean([*before, *after]),
             num_profiled=len(profiled),
             num_plain=len(before) + len(after),
             reason=reason,
@@ -333,8 +368,26 @@ def _new_profiler(run: TrainingRun) -> profile:
     activities = [ProfilerActivity.CPU]
     if run.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
+    # Collectives in levels are handed over by threads, whose records are made only if all threads' are.
+    every_thread = run.optimisations.is_active("hierarchical_collectives")
     return profile(
-        activities=activities, record_shapes=profiler.record_shapes, with_stack=profiler.with_stack
+        activities=activities,
+        record_shapes=profiler.record_shapes,
+        profile_memory=profiler.profile_memory,
+        with_stack=profiler.with_stack,
+        experimental_config=_ExperimentalConfig(profile_all_threads=True) if every_thread else None,
+    )
+
+
+def _new_marks(run: TrainingRun) -> MemoryMarks | None:
+    if not run.config.profiler.profile_memory:
+        return None
+    return MemoryMarks(
+        run.decoder,
+        run.optimizer,
+        run.stepper.sync,
+        {} if run.decoder.blocks_are_compiled else dict(run.decoder.blocks.items()),
+        run.device.torch_device,
     )
 
 
@@ -368,3 +421,7 @@ def _wait_for_device(device: torch.device) -> None:
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

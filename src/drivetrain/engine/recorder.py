@@ -17,12 +17,15 @@ from torch.profiler import record_function
 
 from drivetrain.archive.writer import RankLog, RunWriter
 from drivetrain.config import RunConfig
+from drivetrain.engine.communication import Communication, Taken, metrics_of
+from drivetrain.engine.data_report import DataReport
 from drivetrain.engine.parallel.process_group import ProcessGroup
 from drivetrain.engine.progress import Progress
 from drivetrain.engine.step import StepFigures
 from drivetrain.engine.timing import Mark, elapsed_s, mark
 from drivetrain.measure.clock import StepClock
-from drivetrain.measure.flops import hardware_flops, model_flops
+from drivetrain.measure.flops import RepeatedLayers, hardware_flops, model_flops
+from drivetrain.measure.overlap import StepOverlap
 from drivetrain.measure.peaks import Peak
 from drivetrain.monitor import Console, StepInfo
 
@@ -46,6 +49,7 @@ class _Pending:
     work: dist.Work | None
     tags: tuple[str, ...]
     ended: Mark | None = None
+    taken: Taken | None = None
 
 
 @dataclass
@@ -61,6 +65,9 @@ class _Interval:
     effective_tokens: int = 0
     flops: int = 0
     communicated: Counter[str] = field(default_factory=Counter)
+    offloaded: dict[str, float] = field(default_factory=dict)
+    fused_calls: int | None = None
+    overlap: StepOverlap = field(default_factory=StepOverlap)
     tags: dict[str, None] = field(default_factory=dict)
 
 
@@ -76,6 +83,8 @@ class Recorder:
         peak: Peak | None,
         writer: RunWriter | None,
         console: Console | None,
+        communication: Communication | None = None,
+        repeated: RepeatedLayers | None = None,
     ) -> None:
         self.clock = StepClock()
         self.last_loss: float | None = None
@@ -84,10 +93,13 @@ class Recorder:
         self._config = config
         self._group = group
         self._device = device
+        self._repeated = RepeatedLayers() if repeated is None else repeated
         self._peak = peak
         self._writer = writer
         self.rank_log: RankLog | None = None
+        self.data: DataReport | None = None
         self._console = console
+        self.communication = Communication(None) if communication is None else communication
         self._pending: _Pending | None = None
         self._interval = _Interval()
         self._hooks_s = 0.0
@@ -111,7 +123,7 @@ class Recorder:
     def close_step(self) -> None:
         """The step ends here: what follows until the next one (evaluation, checkpoint) is not part of it."""
         if self._pending is not None and self._pending.ended is None:
-            self._pending = replace(self._pending, ended=mark(self._device))
+            self._pending = replace(self._pending, ended=mark(self._device), taken=self.communication.take())
 
     def settle(self) -> None:
         """Return when the collective of the pending step is over on this rank; its record is unchanged."""
@@ -137,16 +149,22 @@ class Recorder:
             duration_s = elapsed_s(figures.started, pending.ended)
         if loss is not None:
             self.last_loss = loss
-        if self.diverged_at is None:
+        # A skipped step has changed no weight: whether too many of them follow each other is the loss scaler's to say.
+        if self.diverged_at is None and not figures.skipped:
             # A gradient that is not finite has made the weights so, one step before the loss shows it.
             for what, value in (("loss", loss), ("gradient norm", grad_norm)):
                 if value is not None and not math.isfinite(value):
                     self.diverged_at, self.diverged_in = counters.step, what
                     break
         smoothed = progress.smooth(loss) if loss is not None and math.isfinite(loss) else None
-        exposed_s = elapsed_s(*figures.exposed_wait) if figures.exposed_wait is not None else None
+        overlap = self.communication.overlap(pending.taken, figures.started, pending.ended)
+        exposed_s = self._exposed_s(figures, overlap)
         model, squares = self._config.model, figures.sum_squared_lengths
         flops = model_flops(model, tokens=figures.tokens, sum_squared_lengths=squares).total
+        if overlap is not None:
+            self._interval.overlap += overlap
+            if not self.clock.warming_up and not pending.tags:
+                self.communication.add_steady(overlap)
         self._interval.tags |= dict.fromkeys(("warmup",) if self.clock.warming_up else ())
         self._interval.tags |= dict.fromkeys(pending.tags)
         self.clock.record(
@@ -158,7 +176,7 @@ class Recorder:
             effective_tokens=figures.valid_tokens,
             model_flops=flops,
             hardware_flops=hardware_flops(
-                model, tokens=figures.tokens, sum_squared_lengths=squares, recompute="none"
+                model, tokens=figures.tokens, sum_squared_lengths=squares, recompute=self._repeated
             ).total,
             tags=pending.tags,
         )
@@ -166,6 +184,12 @@ class Recorder:
         last = counters.step == self._config.training.train_iters
         if counters.step % self._config.monitor.log_interval == 0 or last or self.diverged_at is not None:
             self._log(pending, loss, smoothed, exposed_s is not None)
+
+    def _exposed_s(self, figures: StepFigures, overlap: StepOverlap | None) -> float | None:
+        """Seconds of waiting for collectives; None where nobody knows."""
+        if overlap is not None and self.communication.unseen is None:
+            return overlap.exposed_ns * 1e-9
+        return elapsed_s(*figures.exposed_wait) if figures.exposed_wait is not None else None
 
     def _gather(self, figures: StepFigures, duration_s: float, exposed_s: float | None, flops: int) -> None:
         interval = self._interval
@@ -177,6 +201,12 @@ class Recorder:
         interval.effective_tokens += figures.valid_tokens
         interval.flops += flops
         interval.communicated.update(figures.communicated)
+        if figures.offloaded is not None:
+            moved = {"moved_bytes": figures.offloaded.nbytes, "exposed_s": figures.offloaded.exposed_s}
+            for what, value in moved.items():
+                interval.offloaded[what] = interval.offloaded.get(what, 0.0) + value
+        if figures.fused_calls is not None:
+            interval.fused_calls = (interval.fused_calls or 0) + figures.fused_calls
         self._steps += 1
         self._communicated.update(figures.communicated)
 
@@ -187,17 +217,27 @@ class Recorder:
         metrics["time/hooks_s"] = hooks_s / interval.steps
         if wait_known:
             metrics["time/comm_exposed_s"] = interval.exposed_s / interval.steps
+        metrics |= metrics_of(interval.overlap, self.communication.unseen)
         communicated = {
             f"comm/{dimension}_bytes": total / interval.steps
             for dimension, total in interval.communicated.items()
         }
         metrics |= communicated
+        metrics |= {f"offload/{what}": total / interval.steps for what, total in interval.offloaded.items()}
+        if interval.fused_calls is not None:
+            metrics["comm/tp_fused_calls"] = interval.fused_calls / interval.steps
         counters, tags = pending.counters, tuple(interval.tags)
+        if self.data is not None:
+            metrics |= self.data.metrics(interval.steps, interval.data_wait_s, interval.duration_s, tags)
         if self._writer is not None:
             self._writer.log_metrics(counters.step, metrics, tags)
         if self.rank_log is not None:
             own_times = _own_times(metrics, waits=self._group.size > 1)
-            self.rank_log.log(counters.step, {**own_times, **communicated})
+            self.rank_log.log(
+                counters.step,
+                {**own_times, **communicated},
+                collectives=self.communication.line_of(pending.taken),
+            )
         if self._console is not None:
             self._console.step(
                 StepInfo(
@@ -218,11 +258,15 @@ class Recorder:
         seconds = interval.duration_s
         flops_per_device = interval.flops / seconds / devices
         memory_key = "allocated" if self._device.type == "cuda" else "process_rss"
+        scaling: dict[str, float | None] = {}
+        if figures.loss_scale is not None:
+            scaling = {"optim/loss_scale": figures.loss_scale, "optim/skipped_steps": figures.skipped_steps}
         return {
             "train/loss": loss,
             "train/loss_ema": smoothed,
-            "train/grad_norm": float(figures.grad_norm.item()),
-            "train/grad_clip_coef": float(figures.clip_coefficient.item()),
+            "train/grad_norm": None if figures.skipped else float(figures.grad_norm.item()),
+            "train/grad_clip_coef": None if figures.skipped else float(figures.clip_coefficient.item()),
+            **scaling,
             "optim/lr": figures.learning_rate,
             "time/step_s": seconds / interval.steps,
             "time/data_wait_s": interval.data_wait_s / interval.steps,

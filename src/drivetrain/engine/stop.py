@@ -14,7 +14,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """While entered, SIGINT, SIGTERM and a closed terminal's SIGHUP set :attr:`requested`."""
+    """While it holds signals, SIGINT, SIGTERM and a closed terminal's SIGHUP set :attr:`requested`.
+
+    In ``with`` it holds them to the end; :meth:`hold` may have begun before, so that there is no instant in between.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -22,22 +25,30 @@ class StopRequest:
         self._interrupts = 0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "StopRequest":
+    def hold(self) -> None:
+        """Hold signals from now on. Safe to call twice."""
         # Python delivers signals to the main thread only; a run in another thread cannot catch them.
-        if threading.current_thread() is threading.main_thread():
+        if not self._before and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 # nohup ignores SIGHUP so that a run outlives its terminal; that is left as it is.
                 if number == signal.SIGHUP and signal.getsignal(number) != signal.SIG_DFL:
                     continue
                 self._before[number] = signal.signal(number, self._on_signal)
+
+    def release(self) -> None:
+        """Leave signals to whoever had them before. Safe to call twice."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def __enter__(self) -> "StopRequest":
+        self.hold()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+        self.release()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:

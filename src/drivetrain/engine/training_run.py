@@ -1,25 +1,32 @@
 """A run as the loop sees it: what it trains, what it has done, and the things it does now and then."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from drivetrain.archive.heartbeat import Heartbeat
+from drivetrain.archive.reader import open_run
 from drivetrain.archive.writer import RunWriter
 from drivetrain.config import RunConfig, tokens_per_step, total_tokens
 from drivetrain.engine.checkpoint import CheckpointSaver, Saved, held_state
+from drivetrain.engine.compile_report import CompileReport, recompilation_in_words
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.loader import BatchLoader
+from drivetrain.engine.data_report import DataReport
 from drivetrain.engine.devices import Device
 from drivetrain.engine.evaluation import Evaluation, evaluate
+from drivetrain.engine.memory.recompute_budget import BudgetPlan
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimisations.in_effect import Optimisations, finding_of
+from drivetrain.engine.optimisations.service import service_of_all_ranks
 from drivetrain.engine.parallel.gathering import whole_tensors
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import ProcessGroup
@@ -32,7 +39,10 @@ from drivetrain.measure.flops import model_flops
 from drivetrain.measure.optimisation import OptimisationRecord
 from drivetrain.monitor import Console
 
-__all__ = ["Logbook", "TrainingRun"]
+__all__ = ["LOSS_SCALER", "Logbook", "TrainingRun"]
+
+LOSS_SCALER = "loss_scaler"
+"""Where a checkpoint's trainer state has that of the loss scaler."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,7 @@ class TrainingRun:
         path: the run directory.
         probed: started with ``--probe``: its first step leaves what the gate compares.
         replica_check: compares weights that several ranks hold; None: there is one rank, or nobody asked.
+        budget_plan: what this rank recomputes to stay within a budget; None: it goes by none.
     """
 
     path: Path
@@ -91,6 +102,7 @@ class TrainingRun:
     logbook: Logbook
     probed: bool = False
     replica_check: ReplicaCheck | None = None
+    budget_plan: BudgetPlan | None = None
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -127,13 +139,77 @@ class TrainingRun:
             start_sample=self.progress.samples,
             num_samples=remaining,
             num_workers=self.optimisations.building.num_workers,
+            prefetch_batches=self.optimisations.building.prefetch_batches,
+            sample_cache=self.optimisations.building.sample_cache,
         ) as loader:
             self._note(self.optimisations.begin(loader), "start")
+            report = DataReport(loader, self.config.data, self.progress.samples)
+            self._note_order(report)
+            self.recorder.data = report
             yield iter(loader)
 
     def note_what_the_end_shows(self) -> None:
-        """Record the optimisations of which only the steps themselves show that they were not in effect."""
+        """Record the optimisations of which only the steps themselves show that they were not in effect. Collective
+        where operators are asked for."""
+        building = self.optimisations.building
+        if building.operators.requested:
+            building.service = service_of_all_ranks(building.operators, self.group)
         self._note(self.optimisations.end(), "end")
+        watch = self.optimisations.building.compilation
+        if watch is not None:
+            self._note_compilation(watch.report, "end")
+        report = self.recorder.data
+        if report is not None:
+            self.logbook.event("data", when="end", step=self.progress.step, **report.at_end())
+            self.note_slow_data()
+
+    def note_slow_data(self) -> None:
+        """A warning, once, where steps wait for batches: how much, and which operation of building them is slow.
+        To be called after each step."""
+        report = self.recorder.data
+        if report is not None and (news := report.news()) is not None:
+            self.logbook.warn(news)
+
+    def _note_order(self, report: DataReport) -> None:
+        """An event with a hash of the order of samples; a warning where a run goes on with another than it had."""
+        if self.logbook.writer is None:
+            return
+        now = report.at_start()
+        former = [event for event in open_run(self.path).events() if event["kind"] == "data"]
+        hashes = {event["order_hash"] for event in former if event.get("when") == "start"}
+        self.logbook.event("data", when="start", step=self.progress.step, **now)
+        if hashes - {now["order_hash"]}:
+            self.logbook.warn(
+                "the order of samples is not the one this run had before (another version of the code?): some will be "
+                "seen twice in this epoch, and others not at all"
+            )
+
+    @contextmanager
+    def watching_compilation(self) -> Iterator[None]:
+        """Where blocks are compiled: what torch.compile says of it is kept while this is entered."""
+        with self.optimisations.building.compilation or nullcontext():
+            yield
+
+    def note_compilation(self) -> None:
+        """An event when torch.compile has broken a graph, compiled again or given up where it had not before; a warning
+        where a size that changed was the reason. To be called after each step, and costs nothing where nothing was
+        compiled."""
+        watch = self.optimisations.building.compilation
+        if watch is None:
+            return
+        warned = set(watch.report.recompilations)
+        if not watch.look():
+            return
+        self._note_compilation(watch.report, "step")
+        for one in sorted(set(watch.report.recompilations) - warned):
+            if one.sizes is not None:
+                self.logbook.warn(
+                    f"step {self.progress.step} compiled code again: {recompilation_in_words(one)}; sizes that vary "
+                    "cost a compilation each until torch compiles for any"
+                )
+
+    def _note_compilation(self, report: CompileReport, when: str) -> None:
+        self.logbook.event("compilation", when=when, step=self.progress.step, **report.to_document())
 
     def _note(self, records: Sequence[OptimisationRecord], when: str) -> None:
         """An event for each record, a warning for each request without effect, a line for the others at the start."""
@@ -203,6 +279,8 @@ class TrainingRun:
                 num_samples=training.eval_iters * training.global_batch_size,
             ) as loader,
         ):
+            # Our decoder waits part by part; a model that does not say what it reads would read rows of the last step.
+            self.stepper.sync.settle()
             result = evaluate(
                 self.decoder,
                 loader,
@@ -256,9 +334,50 @@ class TrainingRun:
         self.recorder.flush(progress)
         with self._maintenance("checkpoint"):
             whole = self.saver.save(
-                progress.step, held_state(self.stepper.sync, self.optimizer), progress.to_dict()
+                progress.step, held_state(self.stepper.sync, self.optimizer), self._trainer_state(progress)
             )
         self._note_checkpoints(whole)
+
+    def _trainer_state(self, progress: Progress) -> dict[str, Any]:
+        scaler = self.stepper.loss_scaler
+        return progress.to_dict() if scaler is None else {**progress.to_dict(), LOSS_SCALER: scaler.to_dict()}
+
+    def note_wire_error(self) -> None:
+        """After the first step of a segment: how far its reduced gradient was from one that travelled in full
+        precision, where gradients travel in less. Collective."""
+        error = self.stepper.sync.wire_error()
+        if error is None:
+            return
+        dtype, step = self.config.precision.grad_reduce_dtype, self.progress.step
+        if not math.isfinite(error):
+            self.logbook.say(f"gradients travel in {dtype}; those of step {step} overflowed: no error")
+            return
+        self.logbook.event("gradient_reduction", step=step, dtype=dtype, relative_error=error)
+        self.logbook.say(
+            f"gradients travel in {dtype}: the reduced gradient of step {step} differs from one in fp32 by {error:.2g} "
+            "of its norm"
+        )
+
+    def note_skipped_step(self, figures: StepFigures) -> str | None:
+        """An event for a step that overflowed and was skipped; why training must end, where no loss scale helps."""
+        scaler, step = self.stepper.loss_scaler, self.progress.step
+        assert scaler is not None, "only a loss scaler has steps skipped"
+        self.logbook.event(
+            "skipped_step",
+            step=step,
+            loss_scale=figures.loss_scale,
+            next_loss_scale=scaler.scale,
+            hysteresis_left=scaler.hysteresis_left,
+            skipped_steps=scaler.skipped_steps,
+        )
+        falls = f", now {scaler.scale:g}" if scaler.scale != figures.loss_scale else ""
+        used = figures.loss_scale
+        self.logbook.say(f"step {step} skipped: gradients overflowed at loss scale {used:g}{falls}")
+        if self.take_gradients(step) is not None:
+            self.logbook.warn(
+                f"the probe has no gradients of step {step}, which overflowed: lower precision.initial_loss_scale"
+            )
+        return scaler.failure
 
     def note_finished_save(self) -> None:
         """An event when the checkpoint that was being written is whole by now. Does not wait."""

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,18 @@ from drivetrain.archive.heartbeat import Heartbeat
 from drivetrain.archive.origin import RunOrigin
 from drivetrain.archive.reader import open_run
 from drivetrain.archive.writer import RankLog, RunWriter
-from drivetrain.config import RunConfig
+from drivetrain.config import RunConfig, chosen_backend
 from drivetrain.engine.assembly import assemble
 from drivetrain.engine.devices import peak_for, select_device, set_threads, thread_count
 from drivetrain.engine.failures import explain
 from drivetrain.engine.hang import watched
 from drivetrain.engine.loop import Outcome, train
 from drivetrain.engine.memory.cuda import translate_out_of_memory
-from drivetrain.engine.model.attention_products import attention_in_words
+from drivetrain.engine.memory.recompute_budget import BudgetPlan, budget_of, plan_of_run
+from drivetrain.engine.ops.attention.products import attention_in_words
+from drivetrain.engine.parallel.clocks import align
 from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks, join
+from drivetrain.engine.precision import sum_in_fp32
 from drivetrain.engine.random_state import set_deterministic
 from drivetrain.engine.stop import StopRequest
 from drivetrain.engine.summary import summarise
@@ -59,6 +62,9 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
         torch.cuda.set_device(device.torch_device)
     threads = set_threads(thread_count(config.run, ranks.local_world_size))
     set_deterministic(config.run.deterministic)
+    # A step is tried in a group of ranks that are not there: before the real one.
+    budget_plan = _budget_plan(config, ranks)
+    sum_in_fp32()
     with (
         nullcontext(stop) if stop is not None else StopRequest() as stopping,
         join(ranks, device.type, config.parallelism.distributed_timeout_minutes) as group,
@@ -67,15 +73,18 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
         limit_bytes = config.memory.device_memory_limit_bytes
         with _failure_recorded(logbook), translate_out_of_memory(limit_bytes, device.torch_device):
             peak = peak_for(device, config.precision.params_dtype, threads.compute)
-            fingerprint = str(opened.manifest["dataset"]["fingerprint"])
+            fingerprint = opened.data_fingerprint()
             origin = RunOrigin.from_manifest(opened.manifest)
-            run = assemble(config, run_path, group, device, logbook, peak.peak, fingerprint, origin)
+            run = assemble(
+                config, run_path, group, device, logbook, peak.peak, fingerprint, origin, budget_plan()
+            )
             minutes = config.parallelism.distributed_timeout_minutes
             with (
                 _begin(run, run_path, threads.compute, peak.reason, origin.perturb_ulp),
                 watched(run_path, ranks.rank, 60 * minutes, lambda: run.progress.step)
                 if group.size > 1
                 else nullcontext(),
+                run.watching_compilation(),
             ):
                 before = run.progress.step
                 outcome = train(run, stopping)
@@ -84,6 +93,30 @@ def work(run_path: Path, ranks: Ranks, stop: StopRequest | None = None) -> Worke
             summary = summarise(run, outcome, run_path, time.perf_counter() - started, peak)
         _end(logbook, outcome, summary)
         return WorkerResult(outcome, summary if group.is_main else None)
+
+
+def _budget_plan(config: RunConfig, ranks: Ranks) -> Callable[[], BudgetPlan | None]:
+    """What this rank recomputes, to be asked for once there is a record of why it fails."""
+    if config.memory.recompute_granularity != "budget":
+        return lambda: None
+    try:
+        plan = plan_of_run(config, ranks.world_size, ranks.rank, budget_of(config))
+    except DrivetrainError as error:
+        refused = error
+
+        def fails() -> BudgetPlan | None:
+            raise refused
+
+        return fails
+    return lambda: plan
+
+
+def _attention_in_words(run: TrainingRun) -> str:
+    if run.optimisations.is_active("attention"):
+        return f"the operator attention, {chosen_backend(run.config.fusion, 'attention')}"
+    return attention_in_words(
+        run.decoder.compute_dtype, run.device.torch_device, run.config.model.attention_dropout
+    )
 
 
 @contextmanager
@@ -134,9 +167,7 @@ def _begin(
             threads=num_threads,
             device=run.device.name,
             perturb_ulp=perturb_ulp,
-            attention=attention_in_words(
-                run.decoder.compute_dtype, run.device.torch_device, run.config.model.attention_dropout
-            ),
+            attention=_attention_in_words(run),
         )
         if no_peak is not None:
             logbook.event("warning", message=f"no MFU: {no_peak}")
@@ -152,6 +183,7 @@ def _begin(
 
     # A full disk costs the lines, as it does on rank 0's metrics, and not the run.
     log = RankLog(run_path, segment=segment, rank=rank, start_step=first, on_fault=lost)
+    run.recorder.communication.clock = align(group)
     with closing(log):
         run.recorder.rank_log = log
         yield

@@ -30,6 +30,7 @@ __all__ = [
     "HARDWARE_FLOPS_RULE",
     "FlopCount",
     "Recompute",
+    "RepeatedLayers",
     "attention_pairs",
     "forward_flops",
     "hardware_flops",
@@ -42,6 +43,33 @@ HARDWARE_FLOPS_RULE = "matmul + attention, causal half, per document, recompute 
 
 Recompute = Literal["none", "selective", "full"]
 """What is computed a second time in backward: nothing, the attention core, or every block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedLayers:
+    """Numbers of layers whose products a run computes a second time in backward, in the whole model.
+
+    The last product of a layer is not among those of ``whole``, ``attention`` and ``mlp``: backward needs what enters
+    it, and what leaves it nobody. Where it is repeated all the same it counts in ``last_products``.
+    """
+
+    whole: int = 0
+    """Layers that are repeated from their input on."""
+    attention: int = 0
+    """Other layers that repeat the attention core."""
+    mlp: int = 0
+    """Other layers that repeat the MLP."""
+    last_products: int = 0
+    """Layers that repeat the product with the MLP's last matrix as well."""
+
+    def plus(self, other: "RepeatedLayers") -> "RepeatedLayers":
+        """The sum, kind by kind."""
+        return RepeatedLayers(
+            self.whole + other.whole,
+            self.attention + other.attention,
+            self.mlp + other.mlp,
+            self.last_products + other.last_products,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +195,7 @@ def hardware_flops(
     *,
     tokens: int,
     sum_squared_lengths: int,
-    recompute: Recompute,
+    recompute: Recompute | RepeatedLayers,
     causal: bool = True,
     window_size: int | None = None,
     lengths: Sequence[int] | None = None,
@@ -176,7 +204,8 @@ def hardware_flops(
 
     ``selective`` repeats the attention core of every layer (Korthikanti et al., arXiv 2205.05198);
     ``full`` repeats every block. The logits are outside the blocks and never repeated. What a fused
-    attention kernel repeats inside its own backward is the kernel's affair and not counted.
+    attention kernel repeats inside its own backward is the kernel's affair and not counted. A run of ours says
+    layer by layer what it repeats.
     """
     forward = forward_flops(
         model,
@@ -186,9 +215,22 @@ def hardware_flops(
         window_size=window_size,
         lengths=lengths,
     )
+    if isinstance(recompute, RepeatedLayers):
+        return forward.times(3).plus(_repeated(model, forward, tokens, recompute))
     repeated = {
         "none": FlopCount(0, 0, 0),
         "selective": FlopCount(0, forward.attention, 0),
         "full": FlopCount(forward.matmul, forward.attention, 0),
     }[recompute]
     return forward.times(3).plus(repeated)
+
+
+def _repeated(model: "ModelConfig", forward: FlopCount, tokens: int, layers: RepeatedLayers) -> FlopCount:
+    last = matrix_product_flops(1, tokens, model.hidden_size, model.ffn_size)
+    of_layer = forward.matmul // model.num_layers
+    entering = last * (2 if model.activation_func == "swiglu" else 1)
+    return FlopCount(
+        matmul=layers.whole * (of_layer - last) + layers.mlp * entering + layers.last_products * last,
+        attention=(layers.whole + layers.attention) * (forward.attention // model.num_layers),
+        logits=0,
+    )

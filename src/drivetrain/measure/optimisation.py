@@ -4,16 +4,19 @@ They pass from the readers of traces to the catalogue's entries, and from there 
 knows any optimisation by name.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from drivetrain.config.fusion import AUTO
 from drivetrain.config.serialise import value_text
 
 __all__ = [
     "Count",
     "Evidence",
     "EvidenceKind",
+    "HostMemory",
     "Observation",
     "OptimisationRecord",
     "Prediction",
@@ -28,6 +31,18 @@ class Count:
 
     calls: int
     ns: int
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """How the allocator of host memory treats what is freed, seen at a profiled window."""
+
+    keeps_freed: bool | None
+    """Whether a large freed block stays with the process; None: not known."""
+    reason: str | None = None
+    """Why it is not known."""
+    page_faults_per_step: float | None = None
+    """Minor page faults of the process in a step without the profiler, before the window; None: not counted."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,8 @@ class Observation:
     are left out."""
     missing: frozenset[str] = frozenset()
     """Of ``operators kernels ranges shapes collectives``."""
+    host_memory: HostMemory | None = None
+    """None where the trace does not tell: it is not of a run on a CPU, or of another trainer."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,7 @@ class OptimisationRecord:
         active: whether the engine has put it into effect.
         reason: why it is not active although requested, or what is to be known of it; None otherwise.
         evidence: None until a window was profiled.
+        served: calls by backend, of an operator; empty until steps were trained.
     """
 
     name: str
@@ -97,12 +115,20 @@ class OptimisationRecord:
     active: bool
     reason: str | None = None
     evidence: Evidence | None = None
+    served: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def without_effect(self) -> bool:
         """Asked for, and either not put into effect or contradicted by the records."""
         refuted = self.evidence is not None and self.evidence.kind == "absent"
         return self.requested and (not self.active or refuted)
+
+    @property
+    def served_otherwise(self) -> dict[str, int]:
+        """Calls of an operator by other backends than the one that was asked for by name; empty where none was."""
+        if self.value == AUTO:
+            return {}
+        return {backend: calls for backend, calls in self.served.items() if backend != self.value}
 
     @property
     def asked(self) -> str:
@@ -120,6 +146,7 @@ class OptimisationRecord:
             "reason": self.reason,
             "evidence": None if self.evidence is None else self.evidence.kind,
             "evidence_why": None if self.evidence is None else self.evidence.why,
+            "served": dict(self.served),
         }
 
     @classmethod
@@ -134,4 +161,5 @@ class OptimisationRecord:
             active=document["active"],
             reason=document["reason"],
             evidence=None if kind is None else Evidence(kind, document["evidence_why"]),
+            served=document.get("served", {}),
         )

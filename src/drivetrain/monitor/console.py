@@ -38,7 +38,7 @@ def megatron_line(info: StepInfo, now: datetime | None = None) -> str:
     add("learning rate", "optim/lr", ".6E")
     parts.append(f"global batch size: {info.global_batch_size:5d}")
     add("lm loss", "train/loss", ".6E")
-    parts.append(f"loss scale: {_NO_LOSS_SCALE:.1f}")
+    parts.append(f"loss scale: {metrics.get('optim/loss_scale') or _NO_LOSS_SCALE:.1f}")
     add("grad norm", "train/grad_norm", ".3f")
     return " " + " | ".join(parts) + " |"
 

@@ -66,11 +66,15 @@ def scale_for(values: Sequence[float], *, from_zero: bool = False) -> Scale:
     return Scale(low - room, high + room)
 
 
+_SMALLEST = 1e-300
+
+
 def linear_ticks(low: float, high: float, count: int) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten inside ``low``..``high``."""
-    if not high > low:
-        return [low]
     raw = (high - low) / max(count, 1)
+    # A range so small that powers of ten below it are no normal numbers has no multiples to show.
+    if not raw > _SMALLEST:
+        return [low]
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from drivetrain.trace.generated import GeneratedKernel
 from drivetrain.trace.kernels import KernelTotal, MatrixProducts, SmallOperator
 from drivetrain.trace.launch_bound import LaunchBoundStretch
+from drivetrain.trace.operator_regions import OperatorTotal
 from drivetrain.trace.synchronisation import Synchronisations
 
 __all__ = ["kernel_text", "synchronisation_lines"]
@@ -18,19 +20,36 @@ def kernel_text(
     stretches: Sequence[LaunchBoundStretch],
     waits: Synchronisations | None = None,
     *,
+    operators: Sequence[OperatorTotal] = (),
+    generated: Sequence[GeneratedKernel] = (),
     count: int,
     ceiling: float | None,
 ) -> str:
-    """Five lists, at most ``count`` rows each, with what a row's figures mean above it.
+    """Seven lists, at most ``count`` rows each, with what a row's figures mean above it.
 
     Args:
         ceiling: sustained matrix product of the device in FLOP/s, where it is known.
     """
-    lines = [*_top(kernels[:count]), *_products(products, count, ceiling)]
-    lines += [*_small(small[:count]), *_stretches(stretches[:count])]
+    lines = [*_operators(operators[:count]), *_top(kernels[:count]), *_generated(generated[:count])]
+    lines += [*_products(products, count, ceiling), *_small(small[:count]), *_stretches(stretches[:count])]
     if waits is not None:
         lines += synchronisation_lines(waits, count)
     return "\n".join(lines)
+
+
+def _operators(operators: Sequence[OperatorTotal]) -> Iterator[str]:
+    if not operators:
+        return
+    yield "operators by backend, forward and backward (the work in their regions)"
+    for one in operators:
+        records = one.forward_records + one.backward_records
+        kinds = sorted(one.kinds, key=lambda kind: -one.kinds[kind])
+        shares = ", ".join(f"{kind} {one.kinds[kind] / one.total_ns:.0%}" for kind in kinds if one.total_ns)
+        yield (
+            f"  {one.total_ns / 1e6:10.3f} ms {one.calls:6d}x  {one.operator + '/' + one.backend:40} "
+            f"forward {one.forward_ns / 1e6:.3f} ms, backward {one.backward_ns / 1e6:.3f} ms, "
+            f"{records / one.calls:.1f} records a call: {shares or 'no work was recorded in them'}"
+        )
 
 
 def _top(kernels: Sequence[KernelTotal]) -> Iterator[str]:
@@ -46,6 +65,17 @@ def _top(kernels: Sequence[KernelTotal]) -> Iterator[str]:
         yield (
             f"  {kernel.total_ns / 1e6:10.3f} ms {kernel.share:6.1%} {kernel.count:6d}x  {kernel.kind:22} "
             f"{_short(kernel.name)}{'  (' + ', '.join(notes) + ')' if notes else ''}"
+        )
+
+
+def _generated(kernels: Sequence[GeneratedKernel]) -> Iterator[str]:
+    if not kernels:
+        return
+    yield "generated kernels, and the operators that their names say they hold"
+    for kernel in kernels:
+        yield (
+            f"  {kernel.total_ns / 1e6:10.3f} ms {kernel.count:6d}x  {kernel.kind:22} {_short(kernel.name)}: "
+            f"{', '.join(kernel.operators)}"
         )
 
 

@@ -9,6 +9,7 @@ from drivetrain.report.ladder_report import STATUS_TONES, ladder_blocks
 from drivetrain.report.run_records import RunRecords
 from drivetrain.report.section_account import account_section
 from drivetrain.report.section_changes import changes_section
+from drivetrain.report.section_communication import communication_section
 from drivetrain.report.section_curves import loss_section, step_time_section
 from drivetrain.report.section_figures import figures_section, headline_tiles
 from drivetrain.report.section_optimisations import optimisations_section, without_effect
@@ -34,6 +35,7 @@ def run_report(records: RunRecords) -> Report:
         section("Five dimensions", lambda: figures_section(records)),
         section("What changed", lambda: changes_section(records)),
         section("Where the time went", lambda: account_section(records)),
+        section("Communication", lambda: communication_section(records)),
         section("Loss and gradient norm", lambda: loss_section(records)),
         section("Step time", lambda: step_time_section(records)),
         section("Optimisations", lambda: optimisations_section(records.optimisations)),

@@ -37,7 +37,9 @@ from drivetrain.trace.host_context import (
 )
 from drivetrain.trace.lookup import flags
 from drivetrain.trace.name_table import NameTable
+from drivetrain.trace.operator_regions import region_rows
 from drivetrain.trace.recompute import recomputed
+from drivetrain.trace.sequence import BackwardNodes
 from drivetrain.trace.table import Category, EventTable, Trace
 
 __all__ = ["CLASSES", "COLLECTIVE_KINDS", "GROUP_LABELS", "Classification", "classify"]
@@ -217,12 +219,16 @@ _SAYS_LITTLE = flags(
 def _moved_by_context(
     events: EventTable, table: NameTable, places: HostPlaces, kind: NDArray[np.uint8]
 ) -> NDArray[np.uint8]:
-    """Classes of compute inside ranges that decide for all they contain; the first context of the table wins."""
+    """Classes of compute inside ranges that decide for all they contain; the first context of the table wins.
+
+    A region of an operator decides for the backward nodes made in it, too.
+    """
     kind = kind.copy()
     decided = np.zeros(len(kind), np.bool_)
     operators = np.flatnonzero(events.category == Category.CPU_OP)
     annotations = np.flatnonzero(events.category == Category.ANNOTATION)
     by_category = {"operator": operators, "annotation": annotations}
+    nodes = BackwardNodes.made_in(events, region_rows(events))
     candidates_of = {
         categories: np.concatenate([by_category[category] for category in categories])
         for categories in {context.categories for context in table.contexts}
@@ -236,6 +242,8 @@ def _moved_by_context(
         rows = candidates[hit[events.name[candidates]]] if hit.any() else candidates[:0]
         if len(rows) == 0:
             continue
+        if "annotation" in context.categories:
+            rows = np.concatenate((rows, nodes.of(rows)))
         inside = Ranges.of(events, rows).contain(places.key, places.time_ns) & ~decided
         inside &= flags(len(CLASSES), [CLASS_INDEX[name] for name in context.covers])[kind]
         kind[inside] = CLASS_INDEX[context.label]

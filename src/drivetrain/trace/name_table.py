@@ -167,6 +167,7 @@ _READING_ORDER = (
     "communication",
     "compute",
     "copies",
+    "operators",
     "host",
     "groups",
     "collectives",

@@ -6,11 +6,12 @@ the columns; dtypes of operators need their recorded arguments, which are read f
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.measure.optimisation import Count, Observation
+from drivetrain.measure.optimisation import Count, HostMemory, Observation
 from drivetrain.trace.classes import CLASS_INDEX, COLLECTIVE_KINDS
 from drivetrain.trace.classify import Classification
 from drivetrain.trace.host_context import HostPlaces, Ranges, host_places, own_places, used_names
@@ -110,6 +111,22 @@ def observe(trace: Trace, classes: Classification, steps: Steps | None = None) -
         attention=_attention(events, classes, rows),
         collective_bytes=_collective_bytes(events, classes, rows),
         missing=frozenset(name for name, is_missing in missing.items() if is_missing),
+        host_memory=_host_memory(trace.metadata),
+    )
+
+
+def _host_memory(metadata: Mapping[str, Any]) -> HostMemory | None:
+    """What a run of ours wrote beside its records; anybody may have written something else there."""
+    about = metadata.get("drivetrain")
+    found = about.get("host_memory") if isinstance(about, dict) else None
+    if not isinstance(found, dict):
+        return None
+    keeps, reason, faults = (found.get(key) for key in ("keeps_freed", "reason", "page_faults_per_step"))
+    counted = isinstance(faults, int | float) and not isinstance(faults, bool)
+    return HostMemory(
+        keeps_freed=keeps if isinstance(keeps, bool) else None,
+        reason=reason if isinstance(reason, str) else None,
+        page_faults_per_step=float(faults) if faults is not None and counted else None,
     )
 
 

@@ -58,6 +58,7 @@ COLUMN_DTYPES: Mapping[str, type[np.generic]] = {
     "stream": np.int32,
     "correlation": np.int64,
     "external_id": np.int64,
+    "sequence": np.int64,
     "group": np.int32,
     "bytes": np.int64,
     "file_index": np.int64,
@@ -95,6 +96,9 @@ class EventTable:
     """Joins a launch on the host with its device records (several, for a graph launch); -1: none."""
     external_id: NDArray[np.int64]
     """Joins an operator with the launches it made; -1: none."""
+    sequence: NDArray[np.int64]
+    """Autograd's number: of a backward node that of the forward call that made it; of any other operator the number the
+    next node made on its thread would get; -1: none."""
     group: NDArray[np.int32]
     """Index into ``groups``; -1: unknown."""
     bytes: NDArray[np.int64]

@@ -60,7 +60,7 @@ def read_evidence(run: Run, *, changed: Collection[str] = ()) -> Evidence:
         reason=reason,
         points=points,
         environment=environment,
-        dataset=run.manifest["dataset"].get("fingerprint"),
+        dataset=_dataset(run),
         seed=config.run.seed,
         data_seed=data_seed(config),
         deterministic=config.run.deterministic,
@@ -70,6 +70,13 @@ def read_evidence(run: Run, *, changed: Collection[str] = ()) -> Evidence:
         held_out=None if held_out is None else held_out.get("loss"),
         held_out_tokens=None if held_out is None else held_out.get("tokens"),
     )
+
+
+def _dataset(run: Run) -> str | None:
+    """Of the documents that training saw; of the corpus, where the run does not say what a transform made of it."""
+    dataset = run.manifest["dataset"]
+    found: str | None = dataset.get("identity") or dataset.get("fingerprint")
+    return found
 
 
 def epsilon_of(config: RunConfig) -> float:

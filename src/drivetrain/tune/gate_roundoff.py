@@ -144,7 +144,9 @@ def _losses(run: Evidence) -> NDArray[np.float64]:
 
 
 def _log_norms(run: Evidence) -> NDArray[np.float64]:
-    return np.array([math.log(max(point.grad_norm, 1e-38)) for point in run.points], dtype=np.float64)
+    """A step that overflowed has no norm: as 0, so that it agrees with one that overflowed too, and with no other."""
+    norms = [0.0 if math.isnan(point.grad_norm) else point.grad_norm for point in run.points]
+    return np.array([math.log(max(norm, 1e-38)) for norm in norms], dtype=np.float64)
 
 
 def _series(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain.archive.account_file import mean_step_of
+from drivetrain.archive.account_file import MeanStep, mean_step_of
 from drivetrain.archive.reader import open_run
 from drivetrain.catalogue import Optimisation
 from drivetrain.config import RunConfig, leaf_values, to_toml, tokens_per_step
@@ -26,6 +26,7 @@ __all__ = [
     "fill",
     "final_toml",
     "in_words",
+    "mean_step_seconds",
     "profiled",
     "saved",
     "step_seconds",
@@ -45,7 +46,8 @@ class Profile:
         step_s: median step without the profiler.
         tokens_per_second: tokens of a step over ``step_s``.
         classes: ns of the mean profiled step, by class.
-        overhead: profiled over plain step time; None where it could not be measured.
+        overhead: mean profiled over mean plain step time of that run, as the classes are means too; None where it could
+            not be measured.
         steps_s: all steps of that run together, in seconds.
         inactive: requested entries that were not put into effect, or that the profiled steps refute, with the reason.
     """
@@ -164,6 +166,13 @@ def step_seconds(trial: Mapping[str, Any], side: str) -> float:
     return math.exp(math.fsum(math.log(one) for one in times) / len(times))
 
 
+def mean_step_seconds(trial: Mapping[str, Any], side: str) -> float:
+    """Mean over all measured steps of a side's blocks, in seconds: what a step of a long run costs."""
+    blocks = [block for block in trial["blocks"] if block["side"] == side]
+    total = math.fsum(block["mean_step_s"] * block["steps"] for block in blocks)
+    return total / math.fsum(block["steps"] for block in blocks)
+
+
 def profiled(run: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     """What the ladder needs of the document of ``drivetrain profile``: fields of :class:`Profile` and ``outcome``."""
     training = document.get("training") or {}
@@ -179,10 +188,16 @@ def profiled(run: Path, document: Mapping[str, Any]) -> dict[str, Any]:
         "step_s": step_s,
         "tokens_per_second": tokens_per_step(open_run(run).config()) / step_s,
         "classes": dict(mean.classes),
-        "overhead": (document.get("overhead") or {}).get("ratio"),
+        "overhead": _overhead(mean, document.get("overhead") or {}),
         "steps_s": float((training.get("wall") or {}).get("steps_s") or 0.0),
         "inactive": {one.name: why_without_effect(one) for one in records if one.without_effect},
     }
+
+
+def _overhead(mean: MeanStep, calibration: Mapping[str, Any]) -> float | None:
+    """Mean profiled step, as the account has it, over the mean of the same run's steps without the profiler."""
+    plain_s = calibration.get("mean_step_s_plain")
+    return mean.window_ns / 1e9 / float(plain_s) if plain_s else None
 
 
 def saved(
@@ -201,7 +216,8 @@ def saved(
 
     Args:
         baseline, final: profiles.
-        parent_step_s, final_step_s: steps of the baseline and of the final configuration in the same trial.
+        parent_step_s, final_step_s: mean steps of the baseline and of the final configuration in the same trial. They
+            are means, as the account's classes are: a median leaves out what few slow steps cost.
         steps: of the whole run.
         world_size: devices.
     """
@@ -211,8 +227,9 @@ def saved(
     }
     measured, by_account = parent_step_s - final_step_s, math.fsum(classes.values())
     rule = (
-        "seconds_per_step: baseline less final, geometric means of the medians of their blocks; account: every class "
-        "of the mean profiled step, baseline less final, each over the profiler's measured overhead"
+        "seconds_per_step: baseline less final, means over the steps of their blocks; account: every class of the mean "
+        "profiled step, baseline less final, each over the mean profiled step by the mean step of the same run without "
+        "the profiler"
     )
     if not baseline.overhead or not final.overhead:
         rule += ", which could not be measured everywhere: 1 was taken"

@@ -34,7 +34,7 @@ class LadderSettings:
     looks: tuple[int, ...] = (1, 2)
     trial_steps: int | None = None
     block_s: float = 4.0
-    profile_steps: int = 8
+    profile_steps: int = 16
     knob_trials: int = 4
     world_size: int = 1
 

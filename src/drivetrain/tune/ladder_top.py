@@ -19,6 +19,7 @@ from drivetrain.tune.ladder_records import (
     fill,
     final_toml,
     in_words,
+    mean_step_seconds,
     saved,
     step_seconds,
 )
@@ -133,8 +134,8 @@ class Top:
         self._view.saved = saved(
             self._baseline.profile,
             final.profile,
-            parent_step_s=seconds["A"],
-            final_step_s=seconds["B"],
+            parent_step_s=mean_step_seconds(trial, "A"),
+            final_step_s=mean_step_seconds(trial, "B"),
             steps=self._baseline.config.training.train_iters,
             world_size=self._bench.settings.world_size,
         )

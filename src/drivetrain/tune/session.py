@@ -1,5 +1,6 @@
 """A tune from its first document to its last: made, climbed, interrupted, resumed."""
 
+import contextlib
 import dataclasses
 import datetime
 import platform
@@ -72,7 +73,7 @@ def climb_tune(
         DrivetrainError: see :meth:`drivetrain.tune.ladder.Ladder.climb`; the tune is marked failed.
         KeyboardInterrupt: the tune is marked interrupted, and can be resumed.
     """
-    with hold_tune(path):
+    with hold_tune(path), contextlib.ExitStack() as owned:
         tune = open_tune(path)
         document = tune.document
         _require_resumable(tune)
@@ -80,7 +81,8 @@ def climb_tune(
         if budget_s is not None:
             settings = dataclasses.replace(settings, budget_s=budget_s)
         if runner is None:
-            runner = CommandLineTrainer(path.resolve() / "logs", directory=Path(document["directory"]))
+            trainer = CommandLineTrainer(path.resolve() / "logs", directory=Path(document["directory"]))
+            runner = owned.enter_context(trainer)
 
         def save(ladder: Ladder, status: str = "running", reason: str | None = None) -> None:
             journal = ladder.bench.journal

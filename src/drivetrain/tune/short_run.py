@@ -8,7 +8,7 @@ from drivetrain.config import RunConfig, decay_tokens, leaves, num_microbatches
 from drivetrain.errors import DrivetrainError
 from drivetrain.measure.clock import WARMUP_STEPS
 
-__all__ = ["as_override", "prefetched_steps", "short_run", "steps_to_run"]
+__all__ = ["as_override", "prefetched_steps", "require_beginning", "short_run", "steps_to_run"]
 
 _COMPILE_STEPS = 3
 """Steps that torch.compile may take for further shapes, on top of the warm-up."""
@@ -28,14 +28,8 @@ def as_override(leaf: str, value: Any) -> str:
     return f"{leaf}={value!r}"
 
 
-def short_run(config: RunConfig, steps: int) -> list[str]:
-    """Overrides for a run of ``steps`` steps at the learning rates with which the run of ``config`` begins.
-
-    It is not evaluated, not profiled, and logs each step.
-
-    Raises:
-        DrivetrainError: that run goes on after another run's step, so that its beginning is none of these.
-    """
+def require_beginning(config: RunConfig) -> None:
+    """Raise DrivetrainError where the run of ``config`` goes on after another run's step: it has no short beginning."""
     start = config.checkpoint
     if start.initial_load_path is not None and not start.initial_load_model_only:
         raise DrivetrainError(
@@ -43,6 +37,17 @@ def short_run(config: RunConfig, steps: int) -> list[str]:
             f"this one goes on after a step of {start.initial_load_path}; take the weights alone with "
             f"checkpoint.initial_load_path={start.initial_load_path}/model checkpoint.initial_load_model_only=true"
         )
+
+
+def short_run(config: RunConfig, steps: int) -> list[str]:
+    """Overrides for a run of ``steps`` steps at the learning rates with which the run of ``config`` begins.
+
+    It is not evaluated, not profiled, and logs each step.
+
+    Raises:
+        DrivetrainError: see :func:`require_beginning`.
+    """
+    require_beginning(config)
     overrides = [
         f"training.train_iters={steps}",
         "training.eval_iters=0",

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import orjson
 
 from drivetrain.archive.atomic import write_fault
 from drivetrain.archive.encoding import restore_non_finite
+from drivetrain.tune.nursery import Child, Nursery
 
 __all__ = ["Attempt", "CommandLineTrainer", "Outcome", "Runner", "Trainer"]
 
@@ -92,11 +93,12 @@ _KEPT_CHARACTERS = 2000
 
 
 class CommandLineTrainer:
-    """Runs ``python -m drivetrain …`` in a session of its own, its stderr in a log file.
+    """Runs ``drivetrain …`` in a process and a session of its own, its stderr in a log file.
 
-    The process ends with this one, also when this one is killed with SIGKILL (Linux). Where heartbeat and log stand
-    still for ``stall_s`` seconds, or ``timeout_s`` is over, it gets SIGTERM, after ``grace_s`` seconds SIGKILL, and
-    the attempt is a hang.
+    The process is the child of one that has its imports done, where there can be one (:mod:`drivetrain.tune.nursery`),
+    else ``python -m drivetrain …``. It ends with this one, also when this one is killed with SIGKILL (Linux). Where
+    heartbeat and log stand still for ``stall_s`` seconds, or ``timeout_s`` is over, it gets SIGTERM, after ``grace_s``
+    seconds SIGKILL, and the attempt is a hang. One run at a time; :meth:`close` it, or use it in ``with``.
 
     Args:
         logs: folder of the log files, ``attempt-0000.log`` and on; made when missing.
@@ -104,6 +106,7 @@ class CommandLineTrainer:
         environment: variables on top of this process's.
         stall_s: without any progress for this long a run hangs. Compiling a large model makes none.
         grace_s: time a run has to save after SIGTERM.
+        prepared: False: every run imports everything for itself.
     """
 
     def __init__(
@@ -114,12 +117,25 @@ class CommandLineTrainer:
         environment: Mapping[str, str] | None = None,
         stall_s: float = 600.0,
         grace_s: float = 30.0,
+        prepared: bool = True,
     ) -> None:
         self.logs = logs
         self.directory = directory
         self.environment = dict(environment or {})
         self.stall_s = stall_s
         self.grace_s = grace_s
+        self._nursery = Nursery(logs, directory, self.environment) if prepared else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process that starts runs. Safe to call twice; a later run starts it again."""
+        if self._nursery is not None:
+            self._nursery.close()
 
     def train(
         self,
@@ -154,24 +170,17 @@ class CommandLineTrainer:
         world_size: int,
         timeout_s: float | None,
     ) -> Attempt:
-        command = [sys.executable, "-m", "drivetrain", verb, str(config), *overrides, "--json", *options]
+        arguments = [verb, str(config), *overrides, "--json", *options]
         if world_size > 1:
-            command += ["--nproc", str(world_size)]
+            arguments += ["--nproc", str(world_size)]
         log = self._new_log()
         output = log.with_suffix(".json")
+        output.touch()
+        if self._nursery is not None:
+            self._nursery.prepare()
         kills_before = _kernel_memory_kills()
         began = time.monotonic()
-        with log.open("wb") as errors, output.open("wb") as document:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=document,
-                stderr=errors,
-                cwd=self.directory,
-                env={**os.environ, **self.environment},
-                start_new_session=True,
-                preexec_fn=_ends_with_parent(),  # noqa: PLW1509  one library call, loaded before the fork
-            )
+        process = self._start(arguments, output, log)
         try:
             hang = self._watch(process, log, timeout_s)
         except BaseException:
@@ -186,8 +195,24 @@ class CommandLineTrainer:
         if hang is not None:
             return Attempt("hang", run, hang, elapsed_s, summary)
         memory_kill = process.returncode == -signal.SIGKILL and _kernel_memory_kills() > kills_before
-        outcome, message = _judge(process.returncode, text, summary, memory_kill=memory_kill)
+        outcome, message = _judge(process.wait(), text, summary, memory_kill=memory_kill)
         return Attempt(outcome, run, message, elapsed_s, summary)
+
+    def _start(self, arguments: Sequence[str], output: Path, log: Path) -> "Child | subprocess.Popen[bytes]":
+        child = self._nursery.start(arguments, output, log) if self._nursery is not None else None
+        if child is not None:
+            return child
+        with log.open("wb") as errors, output.open("wb") as document:
+            return subprocess.Popen(
+                [sys.executable, "-m", "drivetrain", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=document,
+                stderr=errors,
+                cwd=self.directory,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+                preexec_fn=_ends_with_parent(),  # noqa: PLW1509  one library call, loaded before the fork
+            )
 
     def _new_log(self) -> Path:
         try:
@@ -202,7 +227,9 @@ class CommandLineTrainer:
         except OSError as error:
             raise write_fault(self.logs / "attempt.log", error, "nothing was started") from error
 
-    def _watch(self, process: "subprocess.Popen[bytes]", log: Path, timeout_s: float | None) -> str | None:
+    def _watch(
+        self, process: "Child | subprocess.Popen[bytes]", log: Path, timeout_s: float | None
+    ) -> str | None:
         """Wait for the end; None, or why the process had to be ended."""
         began = moved = time.monotonic()
         state: object = None
@@ -244,7 +271,7 @@ def _ends_with_parent() -> Callable[[], None] | None:
     return prepare
 
 
-def _end(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
+def _end(process: "Child | subprocess.Popen[bytes]", grace_s: float) -> None:
     """SIGTERM, and SIGKILL where that does not help; returns when the process has ended."""
     if process.poll() is None:
         # The process alone: it asks its own ranks to stop and save.

@@ -98,9 +98,3 @@ def gradients_of(decoder: Decoder, *batches: Batch) -> dict[str, torch.Tensor]:
         assert parameter.grad is not None, f"no gradient reaches {name}"
         gradients[name] = parameter.grad.clone()
     return gradients
-
-
-def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    found, wanted = found.detach().double(), wanted.detach().double()
-    norm = float(wanted.norm())
-    return float((found - wanted).norm()) / norm if norm > 0 else float(found.norm())

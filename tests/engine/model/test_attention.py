@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from model_examples import packed_batch, relative_difference
+from model_examples import packed_batch
 
+from differences import relative_difference
 from drivetrain.engine.model.attention import DocumentLayout, attend
 
 ROWS = [[5, 12, 7], [24], [1, 1, 22], [8, 8, 8]]

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from model_examples import decoder_of, gradients_of, model_of, packed_batch, relative_difference
+from model_examples import decoder_of, gradients_of, model_of, packed_batch
+
+from differences import relative_difference
 
 pytestmark = [
     # Raised by the compiler itself while it imports and traces.

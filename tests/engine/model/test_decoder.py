@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from model_examples import FAMILIES, decoder_of, gradients_of, model_of, packed_batch, relative_difference
+from model_examples import FAMILIES, decoder_of, gradients_of, model_of, packed_batch
 
+from differences import relative_difference
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.measure.parameters import parameter_count
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_examples import FAMILIES, decoder_of, gradients_of, model_of, packed_batch, relative_difference
+from model_examples import FAMILIES, decoder_of, gradients_of, model_of, packed_batch
 
+from differences import relative_difference
 from drivetrain.engine.model.batch import Batch, documents_of
 
 LAYOUTS = {

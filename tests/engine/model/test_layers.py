@@ -1,15 +1,13 @@
-"""Norms, rotary embedding, linear layers and the loss against their definitions."""
+"""Norms, rotary embedding and linear layers against their definitions."""
 
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from model_examples import model_of, relative_difference
+from model_examples import model_of
 
-from drivetrain.engine.model import loss as loss_module
+from differences import relative_difference
 from drivetrain.engine.model.linear import Linear
-from drivetrain.engine.model.loss import linear_cross_entropy_sum
 from drivetrain.engine.model.norm import LayerNorm, RMSNorm
 from drivetrain.engine.model.rotary import inverse_frequencies, rotate, rotation
 
@@ -90,74 +88,3 @@ def test_llama3_scaling_leaves_short_wavelengths_and_slows_long_ones_down():
     assert between.sum() >= 3
     assert (scaled[between] < plain[between]).all()
     assert (scaled[between] > plain[between] / 8).all()
-
-
-def plain_loss(hidden, weight, labels, mask):
-    logits = F.linear(hidden, weight)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels.masked_fill(~mask, -100), reduction="sum")
-
-
-def loss_inputs(dtype, tokens=37, width=12, vocabulary=50):
-    generator = torch.Generator().manual_seed(5)
-    hidden = random(tokens, width, dtype=dtype, seed=1).requires_grad_()
-    weight = random(vocabulary, width, dtype=dtype, seed=2).requires_grad_()
-    labels = torch.randint(vocabulary, (tokens,), generator=generator)
-    return hidden, weight, labels, torch.rand(tokens, generator=generator) < 0.7
-
-
-@pytest.mark.parametrize("per_chunk", [1, 150, 1 << 20])
-def test_the_loss_and_its_gradients_equal_the_plain_form_in_fp64(monkeypatch, per_chunk):
-    monkeypatch.setitem(loss_module.LOGITS_PER_CHUNK, "cpu", per_chunk)
-    inputs = loss_inputs(torch.float64)
-    found, wanted = linear_cross_entropy_sum(*inputs), plain_loss(*inputs)
-    assert found.dtype == torch.float64
-    assert abs(found.item() - wanted.item()) < 1e-10
-    ours = torch.autograd.grad(found * 0.3, inputs[:2])
-    theirs = torch.autograd.grad(wanted * 0.3, inputs[:2])
-    assert all(relative_difference(a, b) < 1e-13 for a, b in zip(ours, theirs, strict=True))
-
-
-def test_the_loss_passes_gradcheck(monkeypatch):
-    monkeypatch.setitem(loss_module.LOGITS_PER_CHUNK, "cpu", 20)
-    hidden, weight, labels, mask = loss_inputs(torch.float64, tokens=5, width=3, vocabulary=7)
-    assert torch.autograd.gradcheck(
-        lambda h, w: linear_cross_entropy_sum(h, w, labels, mask), (hidden, weight)
-    )
-
-
-def test_a_bf16_loss_is_summed_in_fp32_and_as_near_as_the_plain_form():
-    inputs = loss_inputs(torch.bfloat16, tokens=2000, width=64, vocabulary=500)
-    exact = [x.detach().double().requires_grad_() for x in inputs[:2]]
-    wanted = torch.autograd.grad(plain_loss(*exact, *inputs[2:]), exact)
-    found = linear_cross_entropy_sum(*inputs)
-    assert found.dtype == torch.float32
-    assert found.item() == pytest.approx(plain_loss(*inputs).item(), rel=1e-6)
-    ours = torch.autograd.grad(found, inputs[:2])
-    plain = torch.autograd.grad(plain_loss(*inputs), inputs[:2])
-    for mine, theirs, truth in zip(ours, plain, wanted, strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert relative_difference(mine, truth) < 1.1 * relative_difference(theirs, truth)
-
-
-def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient():
-    hidden, weight, labels, _ = loss_inputs(torch.float32)
-    loss = linear_cross_entropy_sum(hidden, weight, labels, torch.zeros(37, dtype=torch.bool))
-    loss.backward()
-    assert loss.item() == 0
-    assert hidden.grad.abs().max() == 0
-    assert weight.grad.abs().max() == 0
-
-
-def test_a_huge_logit_gives_a_finite_loss():
-    hidden, weight = torch.tensor([[200.0]]), torch.tensor([[1.0], [0.0]])
-    loss = linear_cross_entropy_sum(hidden, weight, torch.tensor([1]), torch.tensor([True]))
-    assert loss.item() == pytest.approx(200.0)
-
-
-def test_without_gradient_the_loss_is_the_same():
-    inputs = loss_inputs(torch.float32)
-    with torch.no_grad():
-        evaluated = linear_cross_entropy_sum(*inputs)
-    assert not evaluated.requires_grad
-    assert torch.equal(evaluated, linear_cross_entropy_sum(*inputs).detach())

@@ -106,7 +106,7 @@ def use_exact_bfloat16() -> None:
         setattr(builder, name, ours)
 
 
-def run_interpreted(script: Path, *arguments: str, timeout_s: float = 240.0) -> Any:
+def run_interpreted(script: Path, *arguments: str, timeout_s: float = 800.0) -> Any:
     """Run a script in the interpreter; what it printed on its last line, as JSON.
 
     Skips the calling test where triton is missing, or where the script says that its patch points are gone.

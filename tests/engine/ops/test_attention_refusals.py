@@ -88,7 +88,7 @@ def test_a_mask_that_eager_refuses_is_no_fallback_either() -> None:
 def test_the_choice_of_one_packing_holds_for_the_next() -> None:
     """Borders are values: a run does not decide anew, and does not remember, for each of its packings."""
     selection = Selection()
-    for lengths in ((5, 15), (10, 10), (7, 13)):
+    for lengths in ((5, 15), (9, 11), (7, 13)):
         selection.call(OPERATOR, **_given(Mask(documents=Documents.of_lengths(lengths))))
     assert len(selection.choices) == 1
     assert selection.served["attention", "eager"] == 3
@@ -140,7 +140,7 @@ def test_flex_attention_serves_a_cpu_where_no_gradient_is_wanted() -> None:
         ({"q": torch.zeros(19, 4, 16)}, "state alignment"),
     ],
 )
-@pytest.mark.parametrize("name", ["eager", "dense", "chunked", "flex"])
+@pytest.mark.parametrize("name", ["eager", "products", "dense", "chunked", "flex"])
 def test_shapes_that_do_not_fit_are_refused_by_every_backend(
     name: str, change: dict[str, object], says: str
 ) -> None:

@@ -88,7 +88,7 @@ def test_compiled_code_is_as_near_to_float64_as_the_reference(name: str, case: s
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_code_passes_its_part_of_the_grid(name: str) -> None:
     operator = operator_named(name)
@@ -101,7 +101,7 @@ def test_compiled_code_passes_its_part_of_the_grid(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("upstream", LAYOUTS[1:])
 @pytest.mark.parametrize(
     ("name", "case"),

@@ -37,10 +37,14 @@ CALLS = {
     "qkv_product": "odd sizes",
     "gate_up_product": "odd sizes",
 }
+CALLS_OF = {("linear_cross_entropy", "in_place"): "odd sizes"}
+"""Of a backend that refuses the call of the others."""
 BACKENDS = [
     ("linear_cross_entropy", "eager", torch.float32),
     ("linear_cross_entropy", "chunked", torch.float32),
     ("linear_cross_entropy", "chunked", torch.bfloat16),
+    ("linear_cross_entropy", "in_place", torch.float32),
+    ("linear_cross_entropy", "in_place", torch.bfloat16),
     ("grouped_product", "eager", torch.float32),
     ("grouped_product", "torch_grouped_mm", torch.float32),
     ("linear", "transposed_gradient", torch.bfloat16),
@@ -54,7 +58,7 @@ def called(
 ) -> tuple[Callable[..., Any], dict[str, Any], list[Tensor]]:
     """A function to the outputs with gradients, arguments, and the leaves among them."""
     operator = operator_named(name)
-    case = next(case for case in operator.cases() if case.name == CALLS[name])
+    case = next(case for case in operator.cases() if case.name == CALLS_OF.get((name, backend), CALLS[name]))
     given = case.make(dtype, torch.Generator().manual_seed(7))
     selection = Selection(requested={name: backend})
 
@@ -282,7 +286,7 @@ def test_logits_of_all_tokens_never_exist_at_once() -> None:
         ({"chunk_rows": -1}, "0 or more"),
     ],
 )
-@pytest.mark.parametrize("backend", ["eager", "chunked", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "chunked", "in_place", "inductor"])
 def test_what_does_not_fit_a_cross_entropy_is_refused_in_words(
     backend: str, change: dict[str, Any], message: str
 ) -> None:
@@ -297,7 +301,7 @@ def test_what_does_not_fit_a_cross_entropy_is_refused_in_words(
 def test_a_label_outside_the_vocabulary_is_an_error(label: int) -> None:
     hidden, weight, labels = drawn()
     labels[7] = label
-    for backend in ("eager", "chunked"):
+    for backend in ("eager", "chunked", "in_place"):
         call = operator_named("linear_cross_entropy").backend(backend)
         assert call is not None
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):

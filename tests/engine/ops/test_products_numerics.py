@@ -29,6 +29,7 @@ pytestmark = [
 BACKENDS = (
     ("linear_cross_entropy", "eager"),
     ("linear_cross_entropy", "chunked"),
+    ("linear_cross_entropy", "in_place"),
     ("grouped_product", "eager"),
     ("grouped_product", "torch_grouped_mm"),
     ("linear", "eager"),
@@ -40,7 +41,20 @@ BACKENDS = (
 )
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS: tuple[Upstream, ...] = ("dense", "expanded", "transposed")
+OPTIONS_OF_CHUNKS = {
+    "a row at a time",
+    "chunks that do not divide the rows",
+    "a chunk larger than all rows",
+    "z-loss",
+    "everything ignored",
+    "a weight for each token",
+    "large logits",
+    "small logits",
+    "columns first in memory",
+    "gaps between rows",
+}
 REFUSED = {
+    ("linear_cross_entropy", "in_place"): dict.fromkeys(DTYPES, OPTIONS_OF_CHUNKS),
     ("grouped_product", "torch_grouped_mm"): {dtype: {"sizes that are not aligned"} for dtype in DTYPES},
     ("linear", "transposed_gradient"): {
         dtype: {case.name for case in operator_named("linear").cases()} for dtype in ("float32", "float16")
@@ -81,7 +95,7 @@ def test_compiled_cross_entropy_passes_the_whole_grid(dtype: str) -> None:
     assert problems_of("linear_cross_entropy", "inductor", cases, dtype, "dense") == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_compiled_cross_entropy_is_as_near_to_float64_as_the_reference() -> None:
     cases = [
         case
@@ -92,9 +106,14 @@ def test_compiled_cross_entropy_is_as_near_to_float64_as_the_reference() -> None
     assert problems_of("linear_cross_entropy", "inductor", cases, "bfloat16", "dense") == []
 
 
-def test_all_backends_are_in_the_grid() -> None:
+def test_all_backends_that_run_here_are_in_the_grid() -> None:
     names = {name for name, _ in BACKENDS}
-    there = {(name, backend.name) for name in names for backend in operator_named(name).backends}
+    there = {
+        (name, backend.name)
+        for name in names
+        for backend in operator_named(name).backends
+        if "cpu" in backend.ran_on
+    }
     assert there == {*BACKENDS, ("linear_cross_entropy", "inductor")}
 
 

@@ -93,6 +93,26 @@ class Model(nn.Module):
         return block(x)
 
 
+class ByKeyword(nn.Module):
+    """Gives every layer its input by the name that torch's own layers give it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.dropout = nn.Dropout(0.3)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T) to logits (B, T, V)."""
+        x = self.tokens(input=ids) + self.positions(input=torch.arange(ids.shape[1]))
+        hidden = self.dropout(input=F.gelu(self.up(input=self.norm(input=x))))
+        return self.head(input=x + self.down(input=hidden))
+
+
 class Recomputing(Model):
     """Keeps what enters a block and computes the rest again in backward."""
 
@@ -167,6 +187,18 @@ CASES: Mapping[str, Case] = {
             nn.Linear(12, 5),
         ),
         {"0": "row", "1": "sequence", "2": "column_gathered"},
+    ),
+    "by_keyword": Case(
+        ByKeyword,
+        {
+            "tokens": "row",
+            "positions": "sequence",
+            "norm": "sequence",
+            "up": "column",
+            "dropout": "column",
+            "down": "row",
+            "head": "column_gathered",
+        },
     ),
     "cut_embedding": Case(
         lambda: nn.Sequential(nn.Embedding(VOCABULARY, 12), nn.Linear(12, 5)), {"0": "column", "1": "row"}

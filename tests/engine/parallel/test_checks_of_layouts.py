@@ -12,7 +12,7 @@ import torch
 from test_training_layouts import COMMON, LAYOUTS
 
 from drivetrain.archive.reader import Run, open_run
-from drivetrain.cli.train_command import EXIT_OF
+from drivetrain.cli.train_command import EXIT_OF, _has_diverged
 from drivetrain.config import LaunchFacts, RunConfig, idle_fields, layout_of, load_config, num_microbatches
 from drivetrain.config.layout import stage_plan
 from drivetrain.engine.creation import create_run
@@ -25,7 +25,7 @@ from drivetrain.engine.parallel.resident import share_elements
 from drivetrain.engine.parallel.tensor_parallel_bytes import tensor_parallel_bytes
 from drivetrain.engine.step import StepFigures, Stepper
 from drivetrain.engine.training_run import TrainingRun
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 from runs_on_the_spot import Tiny
 
 INTERVAL = "monitor.check_weight_hash_across_dp_replicas_interval"
@@ -42,7 +42,7 @@ class Flip:
     step: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FlippingStepper(Stepper):
     """Trains rightly, and then a bit of one rank's weights is another."""
 
@@ -91,7 +91,7 @@ def train(
     loaded = load_config(str(tiny.file), [*COMMON, *sizes, f"{INTERVAL}=1", *more])
     corpus = ensure_corpus(loaded.config.data, loaded.config.model)
     path = create_run(loaded, corpus, world_size=world_size, argv=["drivetrain"])
-    ends = on_ranks(run_rank, world_size, str(path), flip)
+    ends = on_kept_ranks(run_rank, world_size, str(path), flip)
     return open_run(path), ends
 
 
@@ -236,7 +236,11 @@ def test_weights_agree_in_every_layout_and_metrics_have_the_bytes_of_the_formula
     for rank, lines in logged(run).items():
         expected = expected_bytes(config, world_size, max(rank, 0))
         for line in lines:
-            found = {key: value for key, value in line.items() if key.startswith("comm/")}
+            found = {
+                key: value
+                for key, value in line.items()
+                if key.endswith("_bytes") and key.startswith("comm/")
+            }
             assert found == expected, f"rank {rank}, step {line['step']}"
         for key, value in expected.items():
             largest[key] = max(largest.get(key, 0.0), value)
@@ -300,6 +304,9 @@ def test_one_bit_on_one_rank_ends_the_run_on_all_and_is_named(layout: str, tiny:
     assert [folder.name for folder in (run.path / "checkpoints").iterdir()] == ["step-00000001"], (
         "weights of which nobody knows which are right are not kept"
     )
+    assert _has_diverged(run.path, 0.0), "--max-restarts does not try it again"
+    (run.path / "summary.json").unlink()
+    assert not _has_diverged(run.path, 0.0), "as of a rank that has crashed, which is tried again"
 
 
 # Every second step, and at the end alone.

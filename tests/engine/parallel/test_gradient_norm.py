@@ -15,7 +15,7 @@ from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement, Shard, even_shard
 from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.engine.parallel.traffic import Traffic
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 
 SHAPES = {"cut": (8, 4), "alike": (6,), "shared": (4, 2), "stage0": (3,), "stage1": (5,), "tied": (4, 4)}
 
@@ -91,7 +91,7 @@ def test_the_norm_and_the_clipped_gradients_are_those_of_one_process(
     layout: Layout, zero: bool, dims: list[str]
 ) -> None:
     expected = torch.cat([value.flatten() for value in whole_gradients().values()]).norm().item()
-    for norm, factor, summed_over, worst in on_ranks(clipped, layout.world_size, layout, zero):
+    for norm, factor, summed_over, worst in on_kept_ranks(clipped, layout.world_size, layout, zero):
         assert norm == pytest.approx(expected, rel=1e-12)
         assert factor == pytest.approx(0.5 / (expected + 1e-6), rel=1e-12)
         assert summed_over == dims, "one sum for each dimension that cuts, and no other"
@@ -116,7 +116,7 @@ def test_the_norm_of_many_elements_in_fp32_does_not_depend_on_the_layout() -> No
     expected = many().double().norm().item()
     whole = {"weight": Held(many(), Placement((4_000_003, 1)))}
     assert float(norm_of_held(whole, Mesh(Layout(), 0, None), Traffic())) == pytest.approx(expected, rel=2e-7)
-    for norm in on_ranks(norm_of_many, 2, Layout(tp=2)):
+    for norm in on_kept_ranks(norm_of_many, 2, Layout(tp=2)):
         assert norm == pytest.approx(expected, rel=2e-7)
 
 

@@ -14,7 +14,7 @@ from drivetrain.engine.parallel.local_model import build_local_model
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.engine.parallel.traffic import Traffic
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 
 SIZE_MB = 0.1
 MODEL = ("model.num_layers=2", "training.micro_batch_size=1", f"overlap.bucket_size_mb={SIZE_MB}")
@@ -34,7 +34,9 @@ def buckets_and_record(*overrides: str) -> tuple[int, bool, str | None]:
 
 
 def test_buckets_of_a_pipeline_keep_their_size_and_are_not_said_to_hide_communication() -> None:
-    found = on_ranks(buckets_and_record, 4, "run.device=cpu", "parallelism.pipeline_model_parallel_size=2")
+    found = on_kept_ranks(
+        buckets_and_record, 4, "run.device=cpu", "parallelism.pipeline_model_parallel_size=2"
+    )
     for buckets, active, reason in found:
         assert buckets > 1, "no buffer of all gradients at once"
         assert not active

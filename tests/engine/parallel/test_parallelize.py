@@ -20,7 +20,7 @@ from drivetrain.engine.parallel.collectives import Group
 from drivetrain.engine.parallel.gradient_sync import Held
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.parallelize import parallelize
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks, on_ranks
 
 FP64 = 8
 
@@ -65,7 +65,7 @@ def all_on_one_rank() -> dict[str, Found]:
 @cache
 def all_on(ranks: int) -> list[dict[str, Found]]:
     """Every case on ``ranks`` ranks: processes are started once."""
-    return on_ranks(all_on_one_rank, ranks)
+    return on_kept_ranks(all_on_one_rank, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -216,7 +216,7 @@ def planted_on_one_rank() -> dict[tuple[str, str], float]:
 @cache
 def planted() -> list[dict[tuple[str, str], float]]:
     """Every mistake on two ranks."""
-    return on_ranks(planted_on_one_rank, 2)
+    return on_kept_ranks(planted_on_one_rank, 2)
 
 
 @pytest.mark.parametrize(("mutation", "name"), PLANTED)
@@ -247,7 +247,7 @@ def compiled(name: str) -> Found:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["attention_ends", "attention_sequence"])
 def test_compiled_blocks_have_the_same_gradients_and_traffic(name: str) -> None:
-    for rank in on_ranks(compiled, 2, name, timeout=240):
+    for rank in on_ranks(compiled, 2, name, timeout=600):
         assert rank.worst < 1e-9
         assert rank.bytes == formula(name, 2)
 
@@ -271,7 +271,7 @@ def weights_made_after_the_cut() -> tuple[list[tuple[str, tuple[int, ...]]], flo
 
 
 def test_a_module_without_weights_is_cut_by_its_shapes_alone() -> None:
-    for shapes, worst in on_ranks(weights_made_after_the_cut, 2):
+    for shapes, worst in on_kept_ranks(weights_made_after_the_cut, 2):
         assert ("blocks.0.up.weight", (3 * WIDTH // 2, WIDTH)) in shapes
         assert worst < 1e-9
 
@@ -290,7 +290,7 @@ def kept_after_a_step(name: str) -> tuple[bool, bool]:
 
 
 def test_nothing_of_a_forward_pass_is_kept_and_no_weight_twice() -> None:
-    assert on_ranks(kept_after_a_step, 2, "attention_sequence") == [(False, False)] * 2
+    assert on_kept_ranks(kept_after_a_step, 2, "attention_sequence") == [(False, False)] * 2
 
 
 def the_docs_example(text: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -304,6 +304,6 @@ def the_docs_example(text: str) -> list[tuple[str, tuple[int, ...]]]:
 def test_the_example_of_the_docs_runs() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "parallelize.md").read_text(encoding="utf-8")
     text = page.split("```python\n", 1)[1].split("```", 1)[0]
-    for rank in on_ranks(the_docs_example, 2, text):
+    for rank in on_kept_ranks(the_docs_example, 2, text):
         assert dict(rank)["up.weight"] == (32, 16)
         assert dict(rank)["down.weight"] == (16, 32)

@@ -13,7 +13,7 @@ from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.parallelize import parallelize
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.errors import ConfigurationError
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 
 
 def pair(*layers: nn.Module) -> nn.Module:
@@ -93,6 +93,10 @@ FORWARD: Mapping[str, tuple[Case, str]] = {
         Case(Model, {**MATRICES, **SEQUENCE, "positions": "replicate"}, DIVIDED),
         "blocks.0.attention_norm reads (2, 8, 16) as a part of the sequence (dimension 1), but no layer before it",
     ),
+    "sequence_not_split_by_keyword": (
+        Case(cases.ByKeyword, {"norm": "sequence"}),
+        "norm reads (2, 8, 16) as a part of the sequence (dimension 1), but no layer before it",
+    ),
     "column_of_whole_sequence": (
         Case(Model, {**MATRICES, "norm": "sequence"}, DIVIDED),
         "blocks.0.attention.query reads (2, 8, 16) as a part of the sequence (dimension 1), but no layer before it",
@@ -144,13 +148,13 @@ def backward_of_all() -> dict[str, str]:
 
 
 def test_a_cut_that_nothing_takes_is_named_in_the_first_forward_pass() -> None:
-    for rank in on_ranks(forward_of_all, 2):
+    for rank in on_kept_ranks(forward_of_all, 2):
         for name, (_, expected) in FORWARD.items():
             assert rank[name].startswith(expected), name
 
 
 def test_a_gradient_that_the_ranks_do_not_have_alike_is_named_in_the_first_backward_pass() -> None:
-    for rank in on_ranks(backward_of_all, 2):
+    for rank in on_kept_ranks(backward_of_all, 2):
         for name, (_, expected) in BACKWARD.items():
             assert rank[name].startswith(expected), name
             assert "'sequence' if it has a part of the sequence" in rank[name]
@@ -162,7 +166,7 @@ def uneven_sequence() -> str:
 
 
 def test_a_sequence_that_the_ranks_do_not_divide_names_the_nearest_lengths() -> None:
-    for message in on_ranks(uneven_sequence, 2):
+    for message in on_kept_ranks(uneven_sequence, 2):
         assert message == (
             "tokens: 7 positions of the sequence (dimension 1) are not divisible by 2 ranks; nearest: 6 or 8"
         )
@@ -183,7 +187,7 @@ def other_inputs(swapped: bool) -> str:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_ranks_that_are_given_different_batches_say_so(swapped: bool) -> None:
-    for message in on_ranks(other_inputs, 2, swapped):
+    for message in on_kept_ranks(other_inputs, 2, swapped):
         assert message.startswith("the 2 ranks of 'tp' were given different inputs")
 
 
@@ -201,7 +205,7 @@ def other_modules(what: str) -> str:
 
 @pytest.mark.parametrize("what", ["weights", "shapes", "plans"])
 def test_ranks_that_start_from_different_modules_say_so(what: str) -> None:
-    for message in on_ranks(other_modules, 2, what):
+    for message in on_kept_ranks(other_modules, 2, what):
         expected = (
             "different weights in 0.weight, 0.bias, 2.weight and 1 more"
             if what == "weights"
@@ -234,6 +238,6 @@ def masked_batch() -> float:
 
 
 def test_infinities_in_a_mask_are_no_difference() -> None:
-    first, second = on_ranks(masked_batch, 2)
+    first, second = on_kept_ranks(masked_batch, 2)
     assert first > 0
     assert second > 0

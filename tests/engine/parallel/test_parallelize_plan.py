@@ -183,6 +183,55 @@ def test_a_word_for_a_module_covers_what_is_in_it() -> None:
     assert problem == "0.1 has 'column' and is in 0, which has 'sequence' for all that is in it"
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_module_without_parameters_is_refused(size: int) -> None:
+    (problem,) = problems(nn.Sequential(nn.GELU()), {"0": "sequence"}, size)
+    assert problem.startswith("the module (Sequential) has no parameters")
+    frozen = nn.Sequential(nn.Linear(4, 4).requires_grad_(False))
+    assert read_plan(frozen, {"0": "column"}, size, ()).words == {"0": "column"}
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        (
+            nn.BatchNorm1d(4),
+            "0 is a BatchNorm1d, whose statistics would be those of a rank's part of the sequence",
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)),
+            "0.1 is a BatchNorm1d, whose statistics would be those of a rank's part",
+        ),
+        (nn.InstanceNorm1d(4), "0 is a InstanceNorm1d, which takes its statistics over the sequence"),
+        (nn.GroupNorm(2, 4), "0 is a GroupNorm, which takes its statistics over the sequence"),
+        (nn.Conv1d(4, 4, 3, padding=1), "0 is a Conv1d, which reads several positions at once"),
+        (nn.GRU(4, 4), "0 is a GRU, which reads several positions at once"),
+        (nn.MultiheadAttention(4, 2), "0 is a MultiheadAttention, which reads several positions at once"),
+    ],
+)
+def test_what_computes_otherwise_for_a_part_of_the_sequence_cannot_have_sequence(
+    inner: nn.Module, expected: str
+) -> None:
+    module = nn.Sequential(inner, nn.Linear(4, 4))
+    (problem,) = problems(module, {"0": "sequence"})
+    assert problem.startswith(expected)
+    assert problem.endswith("a plan without 'sequence'")
+    assert read(module, {"0": "replicate"}).words == {"0": "replicate"}
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        nn.Conv1d(4, 4, 1),
+        # Code of its own may reshape before them.
+        nn.Sequential(nn.Unflatten(-1, (1, 4)), nn.Conv1d(1, 1, 3, padding=1)),
+        nn.Sequential(nn.Flatten(0, 1), nn.GroupNorm(2, 4)),
+    ],
+)
+def test_what_may_work_position_by_position_can_have_sequence(inner: nn.Module) -> None:
+    assert read(nn.Sequential(inner), {"0": "sequence"}).words == {"0": "sequence"}
+
+
 def test_one_text_in_the_place_of_a_list_is_not_read_letter_by_letter() -> None:
     (problem,) = problems(Model(blocks=1), {}, divided="blocks.*.attention.heads")  # type: ignore[arg-type]
     assert problem.endswith("use ['blocks.*.attention.heads']")

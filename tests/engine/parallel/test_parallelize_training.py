@@ -17,7 +17,7 @@ from drivetrain.engine.parallel.gradient_norm import clip_held_gradients
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.errors import ConfigurationError
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 
 STEPS = 3
 MAX_NORM = 0.5
@@ -104,7 +104,7 @@ LONG = tuple(
 @cache
 def trained_on_four(layouts: tuple[tuple[str, int], ...]) -> list[dict[tuple[str, int], Trained]]:
     """Several trainings of four ranks, whose processes are started once."""
-    return on_ranks(all_trained, 4, layouts, timeout=240)
+    return on_kept_ranks(all_trained, 4, layouts, timeout=600)
 
 
 def check(layouts: tuple[tuple[str, int], ...], name: str, stage: int) -> None:

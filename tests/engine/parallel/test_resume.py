@@ -18,7 +18,7 @@ from drivetrain.engine.parallel.data_parallel import gradient_sync
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.process_group import Ranks, join
 from drivetrain.engine.parallel.traffic import Traffic
-from rank_processes import on_ranks
+from rank_processes import on_kept_ranks
 
 # 47 words, 18 and 23 wide: nothing divides by the number of ranks, and a norm has short parts.
 MODEL = ModelConfig(
@@ -104,8 +104,8 @@ Ways = tuple[int, int, int | None]
 )
 def test_the_next_twenty_losses_are_equal_to_the_bit_in_the_same_layout(way: Ways, tmp_path: Path) -> None:
     ranks, stage, shard = way
-    (straight, *_) = on_ranks(trains, ranks, str(tmp_path), stage, True, shard)
-    (resumed, *_) = on_ranks(trains, ranks, str(tmp_path), stage, False, shard)
+    (straight, *_) = on_kept_ranks(trains, ranks, str(tmp_path), stage, True, shard)
+    (resumed, *_) = on_kept_ranks(trains, ranks, str(tmp_path), stage, False, shard)
     assert len(resumed) == 20
     assert resumed == after_the_save(straight)
 
@@ -125,7 +125,7 @@ def test_the_next_twenty_losses_are_equal_to_the_bit_in_the_same_layout(way: Way
 def test_the_next_twenty_losses_are_equal_up_to_round_off_in_another_layout(
     before: Ways, after: Ways, tmp_path: Path
 ) -> None:
-    run: Callable[[Ways, bool], dict[int, float]] = lambda way, saves: on_ranks(  # noqa: E731
+    run: Callable[[Ways, bool], dict[int, float]] = lambda way, saves: on_kept_ranks(  # noqa: E731
         trains, way[0], str(tmp_path), way[1], saves, way[2]
     )[0]
     straight, resumed = run(before, True), run(after, False)

@@ -8,7 +8,7 @@ from drivetrain.diagnose.rule import Rule
 
 __all__ = ["ENTRY_OF_WORD", "RULE"]
 
-ENTRY_OF_WORD = {"bf16": "bf16", "fused_optimizer": "fused_adamw", "compile": "compile"}
+ENTRY_OF_WORD = {"bf16": "bf16", "fp16": "fp16", "fused_optimizer": "fused_adamw", "compile": "compile"}
 """Word of an expectation, as in a finding's id → the catalogue's entry that is the same thing."""
 
 

@@ -1,4 +1,4 @@
-"""Optimisations that were requested and are not in effect."""
+"""Optimisations that were requested and are not in effect, or operators served in part by others than was asked."""
 
 from collections.abc import Iterator
 
@@ -14,13 +14,16 @@ __all__ = ["RULE"]
 
 def _detect(facts: Facts) -> Iterator[Finding]:
     for record in facts.records:
-        if record.without_effect:
+        if record.without_effect or (record.requested and record.served_otherwise):
             yield _finding(facts, record)
 
 
 def _finding(facts: Facts, record: OptimisationRecord) -> Finding:
     value = str(record.value).lower() if isinstance(record.value, bool) else record.value
     what = "does not show in the profiled steps" if record.active else "is not in effect"
+    if record.served_otherwise:
+        others = ", ".join(f"{calls:,} by {name}" for name, calls in sorted(record.served_otherwise.items()))
+        what = f"did not serve all calls: of {sum(record.served.values()):,} {others}"
     evidence = []
     if record.reason is not None:
         evidence.append(Evidence(record.reason, "optimisation record"))

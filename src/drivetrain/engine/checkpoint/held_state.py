@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from drivetrain.engine.memory.offload_optimizer import OffloadedAdamW
 from drivetrain.engine.optimizer import optimizer_state
 from drivetrain.engine.parallel.gradient_sync import GradientSync, Held
 from drivetrain.engine.parallel.placement import Placement
@@ -29,6 +30,8 @@ class HeldState:
 
 def held_state(sync: GradientSync, optimizer: torch.optim.Optimizer) -> HeldState:
     """What this rank holds, whatever the layout: as its data parallelism tells it."""
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.settle()
     steps = {
         f"{name}/step": Held(_plain(optimizer.state[parameter]["step"]), Placement(()))
         for name, parameter in sync.updated()

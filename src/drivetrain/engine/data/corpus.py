@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from drivetrain.config import DataConfig, ModelConfig
-from drivetrain.engine.data.fingerprint import combined_fingerprint
-from drivetrain.engine.data.indexed import IndexedReader, index_path, tokens_path
-from drivetrain.engine.data.meta import CorpusMeta, fingerprints, meta_path, read_meta, write_meta
+from drivetrain.engine.data.fingerprint import combined_fingerprint, file_fingerprint
+from drivetrain.engine.data.formats.opening import open_tokens
+from drivetrain.engine.data.formats.raw import RawReader
+from drivetrain.engine.data.meta import CorpusMeta, meta_path, read_meta, write_meta
 from drivetrain.engine.data.prepare import tokenizer_path_of
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
-from drivetrain.engine.data.standard_library import standard_library_corpus
+from drivetrain.engine.data.reader import TokenReader
 from drivetrain.engine.data.tokenizer import (
     TokenByteLengths,
     end_of_document_id,
@@ -37,7 +38,7 @@ class Corpus:
     """An opened corpus.
 
     Attributes:
-        prefix: its path without suffix.
+        prefix: its path: without suffix, or as a foreign file is named.
         reader: documents and tokens.
         meta: its facts.
         tokenizer: None where the corpus has none; then text cannot be generated or measured in bytes.
@@ -48,7 +49,7 @@ class Corpus:
     """
 
     prefix: str
-    reader: IndexedReader
+    reader: TokenReader
     meta: CorpusMeta
     tokenizer: Tokenizer | None
     tokenizer_file: Path | None
@@ -68,7 +69,7 @@ class Corpus:
         """Open and check a corpus.
 
         Args:
-            prefix: path without ``.bin`` or ``.idx``.
+            prefix: path without ``.bin`` or ``.idx``; or a file of another tool, see ``formats``.
             tokenizer_path: a tokenizer.json; by default ``<prefix>.tokenizer.json``, else
                 ``tokenizer.json`` in the same folder, where there is one.
             vocab_size: rows of the model's embedding; by default just enough for the corpus.
@@ -76,12 +77,12 @@ class Corpus:
         Raises:
             DataError: damaged or empty files, a missing or wrong tokenizer, an id outside the vocabulary.
         """
-        reader = IndexedReader(prefix)
+        reader = open_tokens(prefix, progress)
         if reader.num_tokens == 0:
             raise DataError(f"the corpus {str(prefix)!r} is empty: it has no tokens")
-        meta = _facts(prefix, reader, vocab_size, progress)
+        meta = _facts(reader, vocab_size, progress)
         if vocab_size is not None and meta.max_id >= vocab_size:
-            raise _id_outside(prefix, reader, meta.max_id, vocab_size)
+            raise _id_outside(reader, meta.max_id, vocab_size)
         path = _tokenizer_path(prefix, tokenizer_path, meta)
         tokenizer = load_tokenizer(path) if path is not None else None
         tokenizer_sha256 = tokenizer_hash(tokenizer) if tokenizer is not None else None
@@ -93,13 +94,18 @@ class Corpus:
         eod_id = meta.eod_id
         if eod_id is None and tokenizer is not None:
             eod_id = end_of_document_id(tokenizer)
+        if isinstance(reader, RawReader):
+            eod_id = eod_id if eod_id is not None else reader.eod_by_rule(meta.max_id)
+            reader = _with_borders(reader, eod_id, meta.files["bin"], progress)
         return cls(
             prefix=str(prefix),
             reader=reader,
             meta=meta,
             tokenizer=tokenizer,
             tokenizer_file=path,
-            fingerprint=combined_fingerprint(meta.files["bin"], meta.files["idx"], tokenizer_sha256 or ""),
+            fingerprint=combined_fingerprint(
+                meta.files["bin"], meta.files.get("idx", ""), tokenizer_sha256 or ""
+            ),
             eod_id=eod_id,
             vocab_size=vocab_size if vocab_size is not None else meta.max_id + 1,
         )
@@ -139,24 +145,27 @@ class Corpus:
 
 
 def ensure_corpus(data: DataConfig, model: ModelConfig, progress: ProgressCallback = silent) -> Corpus:
-    """The corpus of a configuration; by default the standard library's, prepared if need be."""
-    prefix = data.data_path or standard_library_corpus(model.vocab_size, progress=progress)
-    return Corpus.open(prefix, data.tokenizer_path, vocab_size=model.vocab_size, progress=progress)
+    """The corpus of a configuration, or a blend of several; by default the standard library's, prepared if need be."""
+    # What opens a blend needs this module.
+    from drivetrain.engine.data.opening import open_data
+
+    return open_data(data, model, progress)
 
 
-def _facts(
-    prefix: str | Path, reader: IndexedReader, vocab_size: int | None, progress: ProgressCallback
-) -> CorpusMeta:
+def _facts(reader: TokenReader, vocab_size: int | None, progress: ProgressCallback) -> CorpusMeta:
     """The stored facts if they describe these very files; for another tool's corpus they are made."""
-    files = fingerprints(tokens_path(prefix), index_path(prefix))
+    prefix = reader.prefix
+    files = {kind: file_fingerprint(path) for kind, path in reader.files.items()}
     stored = read_meta(prefix)
     if stored is not None and stored.files == files:
         return stored
-    max_id = _scan(prefix, reader, progress)
+    max_id = _scan(reader, progress)
     if stored is not None and stored.origin == "prepared":
         if vocab_size is not None and max_id >= vocab_size:
-            raise _id_outside(prefix, reader, max_id, vocab_size)
-        changed = " and ".join(f"{prefix}.{kind}" for kind in files if files[kind] != stored.files.get(kind))
+            raise _id_outside(reader, max_id, vocab_size)
+        changed = " and ".join(
+            str(path) for kind, path in reader.files.items() if files[kind] != stored.files.get(kind)
+        )
         raise DataError(
             f"{changed} is not what {meta_path(prefix)} describes: prepare the corpus again, "
             "or delete that file if the change was meant"
@@ -171,7 +180,21 @@ def _facts(
     return meta
 
 
-def _scan(prefix: str | Path, reader: IndexedReader, progress: ProgressCallback) -> int:
+def _with_borders(
+    reader: RawReader, eod_id: int | None, fingerprint: str, progress: ProgressCallback
+) -> RawReader:
+    if eod_id is None:
+        progress(
+            Progress(
+                f"{reader.prefix}: no id is known that ends a document, so that all of it is one document; "
+                "data.tokenizer_path tells"
+            )
+        )
+        return reader
+    return reader.with_documents(eod_id, fingerprint, progress)
+
+
+def _scan(reader: TokenReader, progress: ProgressCallback) -> int:
     """Largest id. Raises DataError at a negative one."""
     largest = -1
     for start in range(0, reader.num_tokens, SCAN_TOKENS):
@@ -179,18 +202,18 @@ def _scan(prefix: str | Path, reader: IndexedReader, progress: ProgressCallback)
         if int(chunk.min()) < 0:
             at = int(np.argmax(chunk < 0))
             raise DataError(
-                f"{tokens_path(prefix)} holds the negative token id {int(chunk[at])} at {start + at:,}"
+                f"{reader.files['bin']} holds the negative token id {int(chunk[at])} at {start + at:,}"
             )
         largest = max(largest, int(chunk.max()))
         progress(Progress("scanning token ids", start + len(chunk), reader.num_tokens, "tokens"))
     return largest
 
 
-def _id_outside(prefix: str | Path, reader: IndexedReader, max_id: int, vocab_size: int) -> DataError:
+def _id_outside(reader: TokenReader, max_id: int, vocab_size: int) -> DataError:
     position = _first_at_least(reader.tokens, vocab_size)
     document = int(np.searchsorted(reader.document_offsets, position, side="right")) - 1
     return DataError(
-        f"{tokens_path(prefix)} holds token id {int(reader.tokens[position])} at position {position:,} "
+        f"{reader.files['bin']} holds token id {int(reader.tokens[position])} at position {position:,} "
         f"(document {document}), outside model.vocab_size = {vocab_size}; "
         f"the smallest vocab_size for this corpus is {max_id + 1}"
     )

@@ -27,13 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.archive.atomic import sync_folder
+from drivetrain.engine.data.reader import TokenReader
 from drivetrain.errors import DataError
 
 __all__ = [
     "DTYPE_CODES",
+    "LONGEST_DOCUMENT",
     "IndexedReader",
     "IndexedWriter",
     "dtype_for_vocabulary",
+    "index_bytes",
     "index_path",
     "tokens_path",
 ]
@@ -44,6 +47,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 """Integer dtypes by their code. 6 and 7 are Megatron's floats, which are no token ids."""
 FLOAT_CODES = {6: "float64", 7: "float32"}
+LONGEST_DOCUMENT = 2**31 - 1
+"""Tokens; the index keeps lengths as int32."""
 
 
 def tokens_path(prefix: str | Path) -> Path:
@@ -59,6 +64,23 @@ def index_path(prefix: str | Path) -> Path:
 def dtype_for_vocabulary(vocab_size: int) -> np.dtype[Any]:
     """The dtype in which ids below ``vocab_size`` are stored: uint16 when they fit, else int32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<i4")
+
+
+def index_bytes(lengths: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
+    """The index of documents of these lengths, (n,) int32, one sequence each, whose ids are stored as ``dtype``."""
+    code = next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == dtype)
+    count = len(lengths)
+    pointers = np.zeros(count, dtype="<i8")
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= dtype.itemsize
+    return b"".join(
+        (
+            HEADER.pack(MAGIC, VERSION, code, count, count + 1),
+            lengths.astype("<i4").tobytes(),
+            pointers.tobytes(),
+            np.arange(count + 1, dtype="<i8").tobytes(),
+        )
+    )
 
 
 class IndexedWriter:
@@ -92,21 +114,34 @@ class IndexedWriter:
         """Append one document. ``token_ids``: (length,) integers in ``[0, vocab_size)``."""
         ids = np.asarray(token_ids, dtype=np.int64)
         assert ids.ndim == 1
-        if len(ids) >= 2**31:
-            raise DataError(
-                f"document {self.num_documents} has {len(ids):,} tokens; the format holds 2147483647"
-            )
-        if len(ids):
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= self.vocab_size:
-                raise DataError(
-                    f"document {self.num_documents} holds token id {low if low < 0 else high}, "
-                    f"outside the vocabulary of {self.vocab_size}"
-                )
-            self.max_id = max(self.max_id, high)
+        self._require_fitting(ids, len(ids))
         self._file.write(ids.astype(self.dtype).tobytes())
         self._lengths.append(len(ids))
         self.num_tokens += len(ids)
+
+    def add_all(self, token_ids: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+        """Append several documents at once. ``token_ids``: their ids, as :meth:`add` takes them, one behind the other;
+        ``lengths``: (n,) tokens of each."""
+        assert int(lengths.sum()) == len(token_ids)
+        self._require_fitting(token_ids, int(lengths.max(initial=0)))
+        self._file.write(token_ids.astype(self.dtype).tobytes())
+        self._lengths.extend(lengths.tolist())
+        self.num_tokens += len(token_ids)
+
+    def _require_fitting(self, ids: NDArray[Any], longest: int) -> None:
+        if longest > LONGEST_DOCUMENT:
+            raise DataError(
+                f"document {self.num_documents} has {longest:,} tokens; the format holds {LONGEST_DOCUMENT:,}"
+            )
+        if not len(ids):
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise DataError(
+                f"document {self.num_documents} holds token id {low if low < 0 else high}, "
+                f"outside the vocabulary of {self.vocab_size}"
+            )
+        self.max_id = max(self.max_id, high)
 
     def seal(self) -> tuple[Path, Path]:
         """Finish both files under their temporary names, which are returned: .bin, .idx."""
@@ -130,20 +165,8 @@ class IndexedWriter:
         sync_folder(self.prefix.parent)
 
     def _index(self) -> bytes:
-        code = next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == self.dtype)
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.zeros(0, np.int32)
-        count = len(lengths)
-        pointers = np.zeros(count, dtype="<i8")
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        return b"".join(
-            (
-                HEADER.pack(MAGIC, VERSION, code, count, count + 1),
-                lengths.astype("<i4").tobytes(),
-                pointers.tobytes(),
-                np.arange(count + 1, dtype="<i8").tobytes(),
-            )
-        )
+        return index_bytes(lengths, self.dtype)
 
     def __enter__(self) -> Self:
         return self
@@ -156,18 +179,17 @@ class IndexedWriter:
         self._temporary_index.unlink(missing_ok=True)
 
 
-class IndexedReader:
-    """A corpus, memory-mapped and checked on opening.
+class IndexedReader(TokenReader):
+    """A corpus of ``.bin`` and ``.idx``.
 
-    Attributes:
-        tokens: (num_tokens,) all ids in the order of the file, of the stored dtype, read-only.
-        document_offsets: (num_documents + 1,) int64, the token at which each document starts.
     Raises:
         DataError: a file is missing, no index, damaged, truncated or longer than the index says.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
+        self.format = "Megatron indexed, version 1"
+        self.files = {"bin": tokens_path(prefix), "idx": index_path(prefix)}
         path = index_path(prefix)
         _require(prefix)
         size = path.stat().st_size
@@ -184,7 +206,7 @@ class IndexedReader:
         offsets = _sequence_offsets(path, lengths, pointers, self.dtype.itemsize)
         _check_documents(path, documents, num_sequences)
         self.num_sequences = num_sequences
-        self.document_offsets: NDArray[np.int64] = offsets[documents]
+        self.document_offsets = offsets[documents]
         self.num_tokens = int(offsets[-1])
         self.tokens = self._map_tokens()
 
@@ -197,27 +219,6 @@ class IndexedReader:
             return np.zeros(0, self.dtype)
         with _readable(path):
             return np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents in the corpus, empty ones included."""
-        return len(self.document_offsets) - 1
-
-    def lengths(self) -> NDArray[np.int64]:
-        """(num_documents,) tokens in each document."""
-        return np.diff(self.document_offsets)
-
-    def document(self, index: int) -> NDArray[Any]:
-        """(length,) token ids of one document: a read-only view of the file."""
-        if not 0 <= index < self.num_documents:
-            raise IndexError(f"document {index} of {self.num_documents}")
-        return self.tokens[self.document_offsets[index] : self.document_offsets[index + 1]]
-
-    def __len__(self) -> int:
-        return self.num_documents
-
-    def __iter__(self) -> Iterator[NDArray[Any]]:
-        return (self.document(index) for index in range(self.num_documents))
 
     def __reduce__(self) -> tuple[type["IndexedReader"], tuple[str]]:
         # A worker process maps the files itself instead of receiving a copy of the corpus.
@@ -236,7 +237,7 @@ def _require(prefix: str | Path) -> None:
     if tokens.is_file():
         raise DataError(
             f"{index} is missing beside {tokens.name}: an indexed corpus has both "
-            "(raw token files of other tools have no index; make one with `drivetrain data prepare`)"
+            f"(a file of token ids of nanoGPT or llm.c has none, and is named by itself: {tokens})"
         )
     missing = tokens if index.is_file() else index
     try:

@@ -37,6 +37,8 @@ class CorpusMeta(BaseModel):
         text_bytes: UTF-8 bytes of the documents.
         sources: the inputs as they were given.
         skipped: what was left out, and how often: empty documents, binary files, hidden files.
+        duplicates: documents that are equal to an earlier one, whether they were kept or left out.
+        broken_lines: the first lines of JSON that could not be used, and why.
         tokenizer_text_share: part of the documents the tokenizer was trained on; absent if it was given.
     """
 
@@ -55,6 +57,8 @@ class CorpusMeta(BaseModel):
     text_bytes: int | None = None
     sources: tuple[str, ...] = ()
     skipped: dict[str, int] = Field(default_factory=dict)
+    duplicates: int | None = None
+    broken_lines: tuple[str, ...] = ()
     tokenizer_text_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:

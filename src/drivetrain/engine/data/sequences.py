@@ -1,78 +1,128 @@
-"""Samples: which tokens the i-th sequence of a run holds, and the batch made of several.
+"""Samples of one corpus: which tokens the i-th sequence of a run holds.
 
-The documents of a split are concatenated once, in a seeded order, into a stream that is cut into windows
-of ``seq_length + 1`` tokens with stride ``seq_length``: every token but the first of the stream is
-predicted exactly once an epoch; the last ``(tokens - 1) % seq_length`` are dropped. Windows come in an
-order that is shuffled anew each epoch (held-out windows: always in order). Sample i of a run is a
-function of the corpus, the configuration and i alone: not of ranks, workers, or where a run was resumed.
+The documents of a split fill rows of ``seq_length + 1`` tokens as ``data.packing`` says (:mod:`.rows`); each row but
+its first token is predicted. Rows come in an order that is shuffled anew each epoch (held-out rows: always in order).
+Sample i of a run is a function of the corpus, the configuration and i alone: not of ranks, workers, or where a run was
+resumed.
 """
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from drivetrain.config import DataConfig
+from drivetrain.engine.data.baked import transform_to_apply
 from drivetrain.engine.data.corpus import Corpus
+from drivetrain.engine.data.filling import PADDING, fill_tokens, mark_starts
+from drivetrain.engine.data.fingerprint import combined_fingerprint
 from drivetrain.engine.data.order import derive_key, permute
+from drivetrain.engine.data.rows import Parts, rows_of
+from drivetrain.engine.data.sample_cache import SampleCache
+from drivetrain.engine.data.samples import Samples
 from drivetrain.engine.data.split import Split, split_documents
-from drivetrain.engine.data.transform import TransformedDocuments
-from drivetrain.engine.model.batch import Batch
+from drivetrain.engine.data.timing import READ, SAMPLE_CACHE, OperationTimes
+from drivetrain.engine.data.transform import TransformedDocuments, source_hash
+from drivetrain.engine.data.warm_up import PageCache
 from drivetrain.errors import DataError
 
 __all__ = ["Sequences"]
 
 WINDOW_KEY = 0x77696E646F77
+BLOCK = 1024
+"""Samples whose rows are looked up together."""
+KEPT_BLOCKS = 2
+UPCOMING = 64
+"""Micro-batches of which is kept what was looked up ahead."""
 
 
-class Sequences:
+class Sequences(Samples):
     """The samples of one split of a corpus. Picklable: a worker maps the corpus itself.
 
     Args:
         corpus: an opened corpus.
-        data: split, borders and transform.
+        data: split, packing, borders and transforms.
         split: ``train`` or ``validation``.
         seq_length: tokens in a sample.
         seed: of the order of training samples (:func:`drivetrain.config.data_seed`).
+        times: by default its own.
     Attributes:
-        num_samples: windows in one epoch.
+        num_samples: rows in one epoch.
         num_tokens: tokens of the split.
     Raises:
         DataError: too few tokens for one sample; a transform that cannot be found.
     """
 
-    def __init__(self, corpus: Corpus, data: DataConfig, split: Split, seq_length: int, seed: int) -> None:
-        self.split = split
-        self.seq_length = seq_length
+    def __init__(
+        self,
+        corpus: Corpus,
+        data: DataConfig,
+        split: Split,
+        seq_length: int,
+        seed: int,
+        times: OperationTimes | None = None,
+    ) -> None:
+        eod_id = corpus.eod_id
+        padding_id = eod_id if eod_id is not None and 0 <= eod_id < corpus.vocab_size else 0
+        super().__init__(data, split, seq_length, corpus.vocab_size, padding_id, times or OperationTimes())
         self.seed = seed
-        self._reset_attention_mask = data.reset_attention_mask
-        self._reset_position_ids = data.reset_position_ids
-        self._eod_mask_loss = data.eod_mask_loss
-        self._eod_id = corpus.eod_id
+        self._eod_id = eod_id
         self._reader = corpus.reader
+        transform = transform_to_apply(corpus, data)
         self._transformed = (
-            TransformedDocuments(corpus.reader, data.transform, corpus.vocab_size)
-            if data.transform is not None
+            TransformedDocuments(corpus.reader, transform, corpus.vocab_size, self.times)
+            if transform is not None
             else None
         )
-        self._pieces = split_documents(corpus.reader.lengths(), data.split, split, seed)
-        self._stream = np.zeros(len(self._pieces) + 1, dtype=np.int64)
-        np.cumsum(self._pieces.lengths, out=self._stream[1:])
-        self._sources = corpus.reader.document_offsets[self._pieces.documents] + self._pieces.skips
-        self.num_tokens = int(self._stream[-1])
-        self.num_samples = max(0, (self.num_tokens - 1) // seq_length)
+        self.is_baked = data.transform is not None and transform is None
+        pieces = split_documents(corpus.reader.lengths(), data.split, split, seed)
+        self.num_tokens = int(pieces.lengths.sum())
+        self._rows = rows_of(pieces, data, seq_length)
+        self.num_samples = self._rows.count
+        self.padding_fraction = self._rows.padding_fraction
         if self.num_samples == 0:
+            least = (
+                f"one sample takes {seq_length + 1:,} (model.seq_length + 1)"
+                if data.packing == "concatenate"
+                else "one sample takes a document of two tokens"
+            )
             raise DataError(
                 f"the {split} split of {corpus.prefix!r} has {self.num_tokens:,} tokens in "
-                f"{len(self._pieces):,} documents; one sample takes {seq_length + 1:,} "
-                "(model.seq_length + 1). Use a larger corpus, a shorter model.seq_length, "
+                f"{len(pieces):,} documents; {least}. Use a larger corpus, a shorter model.seq_length, "
                 f"or another data.split (training,validation; now {data.split!r})"
             )
+        # All that decides what row number i is, beside the code.
+        self._identity = combined_fingerprint(
+            *(corpus.fingerprint, split, data.split, str(seed), str(seq_length)),
+            *(data.packing, str(data.packing_buffer), str(eod_id)),
+            source_hash(transform) if transform is not None else "",
+        )
+        self._cache: SampleCache | None = None
+        self._page_cache = PageCache(corpus.reader)
+        self._blocks: dict[int, NDArray[np.int64]] = {}
+        self._upcoming: dict[bytes, _Found] = {}
 
     def windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(n,) int64 windows of the stream that samples (n,) int64 of the run show."""
-        epochs, within = np.divmod(samples, self.num_samples)
+        """(n,) int64 rows of the split that samples (n,) int64 of the run show."""
         if self.split == "validation":
-            return within
+            return samples % self.num_samples
+        if not 0 < len(samples) <= BLOCK:
+            return self._shuffled(samples)
+        block = int(samples.max()) // BLOCK
+        if int(samples.min()) // BLOCK != block:
+            return self._shuffled(samples)
+        # A permutation of many elements costs hardly more than one of few.
+        if block not in self._blocks:
+            if len(self._blocks) >= KEPT_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            self._blocks[block] = self._shuffled(
+                np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
+            )
+        return self._blocks[block][samples - block * BLOCK]
+
+    def _shuffled(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, within = np.divmod(samples, self.num_samples)
         result = np.empty_like(within)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
@@ -80,88 +130,100 @@ class Sequences:
             result[chosen] = permute(within[chosen], self.num_samples, key)
         return result
 
-    def read(self, windows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Tokens of windows, and where documents start.
+    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        upcoming = self._upcoming.pop(samples.tobytes(), None)
+        windows = self.windows(samples) if upcoming is None else upcoming.windows
+        return self._read(windows, upcoming)
 
-        Args:
-            windows: (B,) int64 in ``[0, num_samples)``.
-        Returns:
-            token ids, (B, seq_length + 1) int64; and (B, seq_length + 1) bool, true at the first token of
-            a document: where the index says so, or after an end-of-document id inside one.
+    def read(self, windows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Tokens of rows (B,) int64 in ``[0, num_samples)``, and where documents start; as :meth:`rows`.
+
+        A document starts where the index says so, or after an end-of-document id inside one.
         """
-        length = self.seq_length + 1
-        tokens = np.empty((len(windows), length), dtype=np.int64)
-        starts = np.zeros((len(windows), length), dtype=np.bool_)
-        for row, window in enumerate(windows.tolist()):
-            begin = window * self.seq_length
-            first = int(np.searchsorted(self._stream, begin, side="right")) - 1
-            last = int(np.searchsorted(self._stream, begin + length, side="left"))
-            edges = self._stream[first : last + 1] - begin
-            inside = edges[:-1]
-            starts[row, inside[inside >= 0]] = True
-            if self._transformed is None:
-                edges = edges.clip(0, length)
-                shift = self._sources[first:last] - self._stream[first:last] + begin
-                at = np.arange(length, dtype=np.int64) + np.repeat(shift, np.diff(edges))
-                tokens[row] = self._reader.tokens[at]
-            else:
-                self._read_transformed(tokens[row], range(first, last), begin)
-        if self._eod_id is not None:
-            starts[:, 1:] |= tokens[:, :-1] == self._eod_id
+        return self._read(windows, None)
+
+    def _read(
+        self, windows: NDArray[np.int64], found: "_Found | None"
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        if self._cache is None:
+            return self._built(self._find(windows) if found is None else found)
+        shape = len(windows), self.seq_length + 1
+        tokens, starts = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.bool_)
+        with self.times.of(SAMPLE_CACHE):
+            missing = [
+                place
+                for place, window in enumerate(windows.tolist())
+                if not self._cache.get(window, tokens[place], starts[place])
+            ]
+        self.counts.cached += len(windows) - len(missing)
+        if missing:
+            tokens[missing], starts[missing] = self._built(self._find(windows[missing]))
+            with self.times.of(SAMPLE_CACHE):
+                for place in missing:
+                    self._cache.put(int(windows[place]), tokens[place], starts[place])
         return tokens, starts
 
-    def _read_transformed(self, row: NDArray[np.int64], pieces: range, begin: int) -> None:
-        assert self._transformed is not None
-        for piece in pieces:
-            start = max(int(self._stream[piece]), begin)
-            stop = min(int(self._stream[piece + 1]), begin + len(row))
-            skip = int(self._pieces.skips[piece]) + start - int(self._stream[piece])
-            document = self._transformed.document(int(self._pieces.documents[piece]))
-            row[start - begin : stop - begin] = document[skip : skip + stop - start]
+    def _find(self, windows: NDArray[np.int64]) -> "_Found":
+        parts = self._rows.parts(windows)
+        return _Found(windows, parts, self._reader.document_offsets[parts.documents] + parts.skips)
 
-    def batch(self, samples: NDArray[np.int64]) -> Batch:
-        """The batch of samples (B,) int64 of the run, one row each.
+    def _built(self, found: "_Found") -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Rows out of documents; as :meth:`rows`."""
+        parts = found.parts
+        shape = len(found.windows), self.seq_length + 1
+        self.counts.built += len(found.windows)
+        with self.times.of(READ):
+            tokens, starts = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+            mark_starts(parts, starts)
+            if self._transformed is None:
+                fill_tokens(parts, self._reader.tokens, found.sources, tokens)
+            else:
+                self._fill_transformed(self._transformed, parts, tokens)
+            if self._eod_id is not None:
+                # Where an end-of-document id stands, the next token starts a document.
+                starts[:, 1:] |= tokens[:, :-1] == self._eod_id
+        return tokens, starts
 
-        Held-out samples beyond one pass are there to fill a batch: they carry no loss.
-        """
-        beyond = samples >= self.num_samples if self.split == "validation" else None
-        return self.pack(*self.read(self.windows(samples)), without_loss=beyond)
+    @staticmethod
+    def _fill_transformed(transformed: TransformedDocuments, parts: Parts, tokens: NDArray[np.int64]) -> None:
+        if bool((parts.ends < tokens.shape[1]).any()):
+            tokens.fill(PADDING)
+        columns = (parts.rows, parts.documents, parts.skips, parts.starts, parts.stops)
+        for row, document, skip, start, stop in zip(*(one.tolist() for one in columns), strict=True):
+            tokens[row, start:stop] = transformed.document(document)[skip : skip + stop - start]
 
-    def pack(
-        self,
-        window_tokens: NDArray[np.int64],
-        starts: NDArray[np.bool_],
-        *,
-        without_loss: NDArray[np.bool_] | None = None,
-    ) -> Batch:
-        """The batch of windows (B, seq_length + 1), as :meth:`read` gives them.
+    def contents(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        parts = self._rows.parts(self.windows(samples))
+        return np.stack([parts.documents, parts.skips, parts.starts, parts.stops], axis=1)
 
-        Args:
-            without_loss: (B,) bool, rows that carry no loss; None: each does.
-        """
-        token_ids, labels = window_tokens[:, :-1], window_tokens[:, 1:]
-        loss_mask = np.ones(token_ids.shape, dtype=np.bool_)
-        if self._eod_mask_loss:
-            # The token after an end of document is the first of the next.
-            loss_mask &= ~starts[:, 1:]
-        if without_loss is not None:
-            loss_mask[without_loss] = False
-        first = starts[:, :-1].copy()
-        first[:, 0] = True
-        rows, columns = token_ids.shape
-        flat = np.flatnonzero(first)
-        if self._reset_position_ids:
-            position_ids = np.arange(rows * columns) - np.repeat(flat, np.diff(flat, append=rows * columns))
-        else:
-            position_ids = np.tile(np.arange(columns), rows)
-        borders = flat if self._reset_attention_mask else np.arange(rows) * columns
-        cu_seqlens = np.append(borders, rows * columns)
-        return Batch(
-            token_ids=torch.from_numpy(token_ids.copy()),
-            labels=torch.from_numpy(labels.copy()),
-            loss_mask=torch.from_numpy(loss_mask),
-            position_ids=torch.from_numpy(position_ids.reshape(rows, columns)),
-            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-            num_valid_tokens=int(loss_mask.sum()),
-            sum_squared_lengths=int((np.diff(cu_seqlens) ** 2).sum()),
+    def use_cache(self, folder: Path, num_bytes: int) -> None:
+        self._cache = SampleCache(
+            folder, self._identity, self.seq_length + 1, self.num_samples, num_bytes=num_bytes
         )
+
+    @property
+    def caches(self) -> tuple[SampleCache, ...]:
+        return () if self._cache is None else (self._cache,)
+
+    def warm_up(self, samples: NDArray[np.int64]) -> None:
+        found = self._find(self.windows(samples))
+        # What to read ahead is what will be read: it is looked up once.
+        if len(self._upcoming) >= UPCOMING:
+            self._upcoming.clear()
+        self._upcoming[samples.tobytes()] = found
+        self._page_cache.will_need(found.sources, found.parts.stops - found.parts.starts)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where the tokens of some rows lie.
+
+    Attributes:
+        windows: (B,) int64 the rows.
+        parts: what they hold.
+        sources: (n,) int64 place in the corpus of the first token of each part.
+    """
+
+    windows: NDArray[np.int64]
+    parts: Parts
+    sources: NDArray[np.int64]

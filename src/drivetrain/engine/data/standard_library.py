@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from drivetrain.archive.atomic import write_fault
-from drivetrain.engine.data.documents import Source
 from drivetrain.engine.data.indexed import IndexedReader, index_path, tokens_path
 from drivetrain.engine.data.meta import fingerprints, read_meta
 from drivetrain.engine.data.prepare import prepare_sources, tokenizer_path_of
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
+from drivetrain.engine.data.sources.source import Source
 from drivetrain.engine.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, tokenizer_hash
 from drivetrain.errors import DataError
-from drivetrain.measure.machine import cache_folder
+from drivetrain.measure.corpora import standard_library_prefix
 
-__all__ = ["standard_library_corpus"]
+__all__ = ["only_one", "standard_library_corpus"]
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 
@@ -43,17 +43,15 @@ def standard_library_corpus(
             f"the standard-library corpus is byte-level: model.vocab_size = {vocab_size} is too small, "
             f"the smallest is {SMALLEST_VOCABULARY}; or give data.data_path"
         )
-    version = platform.python_version()
-    base = Path(cache_dir) if cache_dir is not None else cache_folder()
-    folder = base / "corpora" / f"stdlib-{version}-v{vocab_size}"
-    prefix = folder / "corpus"
+    prefix = standard_library_prefix(vocab_size, cache_dir)
+    folder, version = prefix.parent, platform.python_version()
     if _is_whole(prefix, progress):
         return str(prefix)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_fault(folder, error, "set DRIVETRAIN_CACHE to a folder for the corpus") from error
-    with _only_one(folder / "lock", progress):
+    with only_one(folder / "lock", progress):
         if not _is_whole(prefix, progress):
             # Under the lock nobody else writes here: these are what a killed process left.
             for leftover in (*folder.glob("*.tmp-*"), *folder.glob(".*.tmp")):
@@ -106,7 +104,7 @@ def _standard_library() -> list[Source]:
 
 
 @contextmanager
-def _only_one(path: Path, progress: ProgressCallback) -> Iterator[None]:
+def only_one(path: Path, progress: ProgressCallback) -> Iterator[None]:
     """Hold an exclusive lock; the system releases it when the process dies, however it dies."""
     try:
         import fcntl

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from drivetrain.errors import DataError
@@ -19,10 +19,12 @@ __all__ = [
     "END_OF_DOCUMENT",
     "SMALLEST_VOCABULARY",
     "TokenByteLengths",
+    "cuts_behind_line_breaks",
     "encode",
     "end_of_document_id",
     "load_tokenizer",
     "parallel_tokenizers",
+    "pieces_of",
     "token_byte_lengths",
     "tokenizer_hash",
     "train_tokenizer",
@@ -145,8 +147,12 @@ def end_of_document_id(tokenizer: Tokenizer, token: str | None = None) -> int | 
 
 
 def encode(
-    tokenizer: Tokenizer, documents: Sequence[str], *, split_long: bool = False
-) -> list[NDArray[np.int64]]:
+    tokenizer: Tokenizer,
+    documents: Sequence[str],
+    *,
+    split_long: bool = False,
+    dtype: DTypeLike = np.int64,
+) -> list[NDArray[Any]]:
     """Token ids of each document, without any special token: text that spells one is text.
 
     Args:
@@ -155,15 +161,16 @@ def encode(
         split_long: encode long documents in pieces, by all cores. They are cut after a single line break
             before a letter or digit. The pre-tokenizers of byte-level tokenizers cut there too, so that
             the ids are those of the whole; for other tokenizers leave it off.
+        dtype: of the ids, which holds the largest.
     Returns:
-        One (length,) int64 array for each document.
+        One (length,) array for each document.
     """
     before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = True
     pieces: list[str] = []
     counts: list[int] = []
     for document in documents:
-        parts = list(_pieces(document)) if split_long else [document]
+        parts = list(pieces_of(document)) if split_long else [document]
         pieces.extend(parts)
         counts.append(len(parts))
     try:
@@ -174,13 +181,28 @@ def encode(
     result = []
     at = 0
     for count in counts:
-        parts_ids = [np.asarray(encodings[index].ids, dtype=np.int64) for index in range(at, at + count)]
+        # Without a look through the list for the kind of its numbers, which asarray takes first.
+        parts_ids = [np.fromiter(part.ids, dtype, len(part)) for part in encodings[at : at + count]]
         result.append(parts_ids[0] if count == 1 else np.concatenate(parts_ids))
         at += count
     return result
 
 
-def _pieces(document: str) -> Iterator[str]:
+def cuts_behind_line_breaks(tokenizer: Tokenizer) -> bool:
+    """Whether no token of ``tokenizer``, which is byte-level, goes across the places where ``pieces_of`` cuts."""
+    step = tokenizer.pre_tokenizer
+    if step is None:
+        return False
+    for before in ("a", "A", "1", ".", ")"):
+        for behind in ("a", "A", "1"):
+            pieces = step.pre_tokenize_str(f"word{before}\n{behind} word")
+            if all(start != len(f"word{before}\n") for _, (start, _) in pieces):
+                return False
+    return True
+
+
+def pieces_of(document: str) -> Iterator[str]:
+    """Pieces of a long document, cut where the pre-tokenizers of byte-level tokenizers cut too."""
     start = 0
     while len(document) - start > 2 * PIECE_CHARACTERS:
         end = document.find("\n", start + PIECE_CHARACTERS) + 1

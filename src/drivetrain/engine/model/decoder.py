@@ -1,6 +1,6 @@
 """The decoder-only transformer: the Llama and the GPT family are settings of one class."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,17 @@ from drivetrain.engine.model.linear import Linear
 from drivetrain.engine.model.loss import OutputHead
 from drivetrain.engine.model.mlp import make_mlp
 from drivetrain.engine.model.norm import LayerNorm, RMSNorm, make_norm
+from drivetrain.engine.model.operators import UsesOperators, single
+from drivetrain.engine.model.parts import HasParts
 from drivetrain.engine.model.rotary import Rotation, rotation
+from drivetrain.engine.ops import bias_dropout_add
+from drivetrain.engine.ops.selection import Selection
 
-__all__ = ["Block", "Decoder", "Embedding"]
+__all__ = ["Block", "Decoder", "Embedding", "RunLayers"]
+
+RunLayers = Callable[[Sequence[str], Callable[[str, Tensor], Tensor], Tensor], Tensor]
+"""From names of neighbouring layers, a function that runs one of them on (T, D), and what enters the first, to what
+leaves the last."""
 
 
 class Embedding(nn.Module):
@@ -32,7 +40,7 @@ class Embedding(nn.Module):
         return F.embedding(rows_T, self.weight)
 
 
-class Block(nn.Module):
+class Block(HasParts, UsesOperators, nn.Module):
     """One layer, pre-norm: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
     Attributes:
@@ -52,12 +60,32 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: DocumentLayout, turn: Rotation | None) -> Tensor:
         """(T, D) to (T, D) in the same dtype."""
-        q_THK, k_TGK, v_TGK = self.attention.project(self.attention_norm(x_TD), turn)
+        normed_TD = self.part("norm", self.attention_norm, x_TD)
+        q_THK, k_TGK, v_TGK = self.attention.project(normed_TD, turn)
         dropout = self.attention_dropout if self.training else 0.0
-        out_THK = attend(q_THK, k_TGK, v_TGK, layout, dropout, self.attention_factors)
-        x_TD = x_TD + self.after_attention(self.attention.output(out_THK.flatten(1)))
-        out_TD: Tensor = x_TD + self.after_mlp(self.mlp(self.mlp_norm(x_TD)))
+        settings = (layout, dropout, self.attention_factors, self.serving("attention"))
+        out_THK: Tensor = self.way("core_attn", attend)(q_THK, k_TGK, v_TGK, *settings)
+        change_TD = self.attention.output(out_THK.flatten(1))
+        if (serving := self._serving_dropout()) is not None:
+            x_TD = _added(serving, change_TD, x_TD, self.after_attention.probability)
+            normed_TD = self.part("norm", self.mlp_norm, x_TD)
+            return _added(serving, self.part("mlp", self.mlp, normed_TD), x_TD, self.after_mlp.probability)
+        normed_TD, x_TD = self.part("norm", self.mlp_norm.add, self.after_attention(change_TD), x_TD)
+        out_TD: Tensor = x_TD + self.after_mlp(self.part("mlp", self.mlp, normed_TD))
         return out_TD
+
+    def _serving_dropout(self) -> Selection | None:
+        """Without dropout nothing but an addition is left, which ``add_rms_norm`` does together with the norm."""
+        if not self.training or not self.after_attention.probability:
+            return None
+        return self.serving("bias_dropout_add")
+
+
+def _added(serving: Selection, x_TD: Tensor, residual_TD: Tensor, probability: float) -> Tensor:
+    """``residual + dropout(x)``; what is dropped is decided by a seed from torch's generator."""
+    seed = torch.randint(2**62, (), device=x_TD.device)
+    given = {"x": x_TD, "residual": residual_TD, "seed": seed, "probability": probability}
+    return single(serving.call(bias_dropout_add.OPERATOR, **given))
 
 
 class Decoder(nn.Module):
@@ -73,6 +101,9 @@ class Decoder(nn.Module):
         blocks: the layers, ``"0"`` to ``str(num_layers - 1)``; those that are left after ``keep_part``.
         embedding, final_norm: None where ``keep_part`` has dropped them.
         blocks_are_compiled: whether ``compile_blocks`` was called.
+        before_use: called with a part of the model each time before its parameters are read; None: nobody wants to
+            know. (No forward hooks of torch: compiled blocks would have them in their graphs.)
+        run_layers: runs layers in another way than one after the other; None: just so.
     """
 
     def __init__(self, model: ModelConfig, compute_dtype: torch.dtype) -> None:
@@ -92,6 +123,8 @@ class Decoder(nn.Module):
         self.after_embedding = Dropout(model.hidden_dropout)
         self.head = OutputHead()
         self.blocks_are_compiled = False
+        self.before_use: Callable[[nn.Module], None] | None = None
+        self.run_layers: RunLayers | None = None
         if compute_dtype == torch.float64:
             self.double()
 
@@ -123,6 +156,7 @@ class Decoder(nn.Module):
 
     def embed(self, batch: Batch, input_embeddings: Tensor | None = None) -> Tensor:
         """What enters the first block, (T, D) in the compute dtype; same arguments as ``forward``."""
+        self._about_to_use(self.embedding if input_embeddings is None else None, self.position_embedding)
         if input_embeddings is None:
             assert self.embedding is not None, "this part of the model has no embedding"
             x_TD = self.embedding(batch.token_ids.flatten())
@@ -139,14 +173,33 @@ class Decoder(nn.Module):
         if self.model.position_embedding_type == "rope":
             turn = rotation(self.model, batch.position_ids.flatten(), self.compute_dtype)
         layout = DocumentLayout(batch.cu_seqlens)
-        for name in self.blocks if layers is None else layers:
-            x_TD = self.blocks[name](x_TD, layout, turn)
+
+        def run(name: str, x_TD: Tensor) -> Tensor:
+            self._about_to_use(self.blocks[name])
+            out_TD: Tensor = self.blocks[name](x_TD, layout, turn)
+            return out_TD
+
+        names = tuple(self.blocks if layers is None else layers)
+        if self.run_layers is not None:
+            return self.run_layers(names, run, x_TD)
+        for name in names:
+            x_TD = run(name, x_TD)
         return x_TD
 
     def loss_of(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """``loss_sum`` from the output of the last block, (T, D)."""
         labels_T, mask_T = batch.labels.flatten(), batch.loss_mask.flatten()
         return self.head.cross_entropy_sum(self._normed(x_TD), self._output_weight(), labels_T, mask_T)
+
+    def use_operators(self, selection: Selection) -> None:
+        """Compute by ``selection``, from here on, what it was asked to serve: what is in its ``requested``.
+
+        After tensor parallelism has spread the modules, and before they are compiled.
+        """
+        for module in self.modules():
+            if isinstance(module, UsesOperators):
+                module.take_operators(selection)
+        self.head.take_operators(selection)
 
     def keep_part(self, layers: Collection[str], *, first: bool, last: bool) -> None:
         """Drop in place all that a part of the model does not need; what stays keeps its names.
@@ -184,12 +237,21 @@ class Decoder(nn.Module):
             block.compile(backend=backend, options=options)
         self.blocks_are_compiled = True
 
+    def _about_to_use(self, *parts: nn.Module | None) -> None:
+        if self.before_use is None:
+            return
+        for part in parts:
+            if part is not None:
+                self.before_use(part)
+
     def _normed(self, x_TD: Tensor) -> Tensor:
         assert self.final_norm is not None, "this part of the model has no output"
+        self._about_to_use(self.final_norm)
         out_TD: Tensor = self.final_norm(x_TD)
         return out_TD
 
     def _output_weight(self) -> Tensor:
         owner = self.embedding if self.output is None else self.output
         assert owner is not None, "this part of the model has no output"
+        self._about_to_use(owner)
         return owner.weight.to(self.compute_dtype)

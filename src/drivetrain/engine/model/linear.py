@@ -1,13 +1,19 @@
 """A linear layer whose master weight is cast to the dtype of its input."""
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Linear"]
+from drivetrain.engine.model.operators import UsesOperators
+
+__all__ = ["JointProducts", "Linear"]
+
+JointProducts = Callable[[Tensor], tuple[Tensor, ...]]
+"""From the input of several matrices, as it comes from the norm before them, to the output of each."""
 
 
-class Linear(nn.Module):
+class Linear(UsesOperators, nn.Module):
     """``x @ weight.T + bias`` in the dtype of x. Parameters are left uninitialised.
 
     The masters stay fp32 (fp64 in a model built for fp64); autograd brings their gradients back to that
@@ -25,5 +31,9 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        weight, bias = self.operands(x.dtype)
+        return self.product(x, weight, bias)
+
+    def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight (out_features, in_features) and bias (out_features,) in ``dtype``."""
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)

@@ -1,87 +1,26 @@
-"""Output projection and cross-entropy together, so that logits never exist in fp32 all at once.
-
-Backward is two matrix products, and each is a node of autograd's graph by itself. A pass that asks for the gradient of
-the hidden states alone, as the first of the two of a zero-bubble pipeline does, then computes one of them, and the pass
-that asks for the weight's the other. Inside one node both would be computed both times: ``ctx.needs_input_grad``
-says what forward knew, whatever a pass asks for (torch 2.13).
-"""
-
-from typing import Any
+"""What a decoder makes of its last hidden states: logits, or the loss without ever holding all logits in fp32."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-__all__ = [
-    "LOGITS_PER_CHUNK",
-    "LOGITS_PER_CHUNK_ELSEWHERE",
-    "OutputHead",
-    "linear_cross_entropy_sum",
-    "product_gradients",
-]
+from drivetrain.engine.model.operators import UsesOperators, several
+from drivetrain.engine.ops import linear_cross_entropy
+from drivetrain.engine.ops._cross_entropy_checks import IGNORE_INDEX
+from drivetrain.engine.ops._in_place_cross_entropy import linear_cross_entropy_sum
 
-LOGITS_PER_CHUNK = {"cpu": 1 << 19}
-"""Logits held in fp32 at once. On a CPU 2 MB: they stay in a core's cache, and malloc reuses them without
-page faults. Elsewhere 256 MB, large enough to fill a device (a choice that has not been timed)."""
-LOGITS_PER_CHUNK_ELSEWHERE = 1 << 26
+__all__ = ["OutputHead"]
 
 
-def linear_cross_entropy_sum(
-    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor
-) -> Tensor:
-    """Sum over the unmasked tokens of the cross-entropy of ``hidden @ weight.T``.
+class OutputHead(UsesOperators):
+    """What a decoder computes from the output of its final norm (T, D) and its output matrix (V, D).
 
-    Equal to ``F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")`` over the unmasked
-    tokens, with fp32 softmax and fp32 sum. The (T, V) logits exist once, in the compute dtype: the fp32
-    softmax takes a few rows at a time, and the gradient of these rows replaces them. Backward is two matrix
-    products. At T = 4096, D = 320, V = 8192 in bf16 on one Zen 5 core, forward and backward take 214 ms
-    against 429 ms of the plain form (159 ms are the three products).
-
-    No boolean indexing: shapes do not depend on the mask, and nothing is read on the host. If every token is
-    masked the sum and the gradients are 0.
-
-    Args:
-        hidden_TD: (T, D), the output of the final norm.
-        weight_VD: (V, D), in the dtype of ``hidden_TD``.
-        labels_T: (T,) int64, in [0, V) everywhere.
-        mask_T: (T,) bool, tokens that count.
-
-    Returns:
-        Scalar, fp32; fp64 for fp64 inputs. Differentiable once.
+    Attributes:
+        gradient_scale: a power of two by which gradients are multiplied inside of the loss, and divided by at its ends:
+            they are computed in forward, before what scales the loss in fp16 is known. None: no scaling.
     """
-    needs_gradient = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
-    loss: Tensor = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
-        *product_gradients(hidden_TD, weight_VD),
-        hidden_TD.detach(),
-        weight_VD.detach(),
-        labels_T,
-        mask_T,
-        needs_gradient,
-    )
-    return loss
 
-
-def product_gradients(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The backward of ``hidden @ weight.T``, for a Function that computes the product itself.
-
-    Returns:
-        What the Function takes besides the operands, which it takes detached: logits (T, V) and their factor, a scalar,
-        for the hidden states, and once more for the weight. They hold no memory and mean nothing. Its backward returns
-        to each of the four what they stand for: the gradient of the logits is their product, the factor is multiplied
-        in after the matrix product.
-    """
-    hidden: tuple[Tensor, Tensor] = _HiddenGradient.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, weight_VD.detach()
-    )
-    weight: tuple[Tensor, Tensor] = _WeightGradient.apply(  # type: ignore[no-untyped-call]
-        weight_VD, hidden_TD.detach()
-    )
-    return *hidden, *weight
-
-
-class OutputHead:
-    """What a decoder computes from the output of its final norm (T, D) and its output matrix (V, D)."""
+    gradient_scale: float | None = None
 
     def logits(self, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
         """(T, V) in the dtype of both."""
@@ -90,99 +29,17 @@ class OutputHead:
     def cross_entropy_sum(
         self, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor
     ) -> Tensor:
-        """As :func:`linear_cross_entropy_sum`."""
-        return linear_cross_entropy_sum(hidden_TD, weight_VD, labels_T, mask_T)
-
-
-def _chunk_loss(logits_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk of rows, and their probabilities in the dtype of the sum.
-
-    The largest logit m has probability exp(0) / sum(exp(x - m)): it gives the normaliser without a second
-    exponential over the vocabulary, and its logarithm is taken of a number between 1/V and 1.
-    """
-    sum_dtype = torch.promote_types(logits_CV.dtype, torch.float32)
-    probabilities_CV = F.softmax(logits_CV, dim=-1, dtype=sum_dtype)
-    largest_C1 = logits_CV.amax(dim=-1, keepdim=True).to(sum_dtype)
-    normaliser_C1 = probabilities_CV.amax(dim=-1, keepdim=True).log_().neg_()
-    losses_C1 = normaliser_C1 + (largest_C1 - logits_CV.gather(1, labels_C1).to(sum_dtype))
-    return losses_C1.masked_fill_(~mask_C1, 0.0).sum(), probabilities_CV
-
-
-def _chunk_gradient(probabilities_CV: Tensor, labels_C1: Tensor, mask_C1: Tensor) -> Tensor:
-    """``(softmax - one_hot) * mask`` in the memory of the probabilities."""
-    probabilities_CV.scatter_(1, labels_C1, probabilities_CV.gather(1, labels_C1) - 1.0)
-    return probabilities_CV.mul_(mask_C1)
-
-
-def _stand_ins(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-    shape = (hidden_TD.shape[0], weight_VD.shape[0])
-    return hidden_TD.new_empty_strided(shape, (0, 0)), hidden_TD.new_empty(())
-
-
-class _HiddenGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(weight_VD)
-        return _stand_ins(hidden_TD, weight_VD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_TV: Tensor, factor: Tensor) -> tuple[Tensor, None]:
-        (weight_VD,) = ctx.saved_tensors
-        return (gradient_TV @ weight_VD) * factor, None
-
-
-class _WeightGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden_TD)
-        return _stand_ins(hidden_TD, weight_VD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_TV: Tensor, factor: Tensor) -> tuple[Tensor, None]:
-        (hidden_TD,) = ctx.saved_tensors
-        return (gradient_TV.t() @ hidden_TD) * factor, None
-
-
-class _LinearCrossEntropySum(torch.autograd.Function):
-    """The gradient of the logits is known in forward already; backward only passes it on."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _logits_for_hidden_TV: Tensor,
-        _factor_for_hidden: Tensor,
-        _logits_for_weight_TV: Tensor,
-        _factor_for_weight: Tensor,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        labels_T: Tensor,
-        mask_T: Tensor,
-        needs_gradient: bool,
-    ) -> Tensor:
-        logits_TV = F.linear(hidden_TD, weight_VD)
-        per_chunk = LOGITS_PER_CHUNK.get(logits_TV.device.type, LOGITS_PER_CHUNK_ELSEWHERE)
-        rows = max(1, per_chunk // logits_TV.shape[1])
-        loss = torch.zeros(
-            (), dtype=torch.promote_types(logits_TV.dtype, torch.float32), device=logits_TV.device
-        )
-        for logits_CV, labels_C, mask_C in zip(
-            torch.split(logits_TV, rows), torch.split(labels_T, rows), torch.split(mask_T, rows), strict=True
-        ):
-            labels_C1, mask_C1 = labels_C[:, None], mask_C[:, None]
-            chunk_sum, probabilities_CV = _chunk_loss(logits_CV, labels_C1, mask_C1)
-            loss += chunk_sum
-            if needs_gradient:
-                # Nobody else sees these logits: their memory holds their gradient from here on.
-                logits_CV.copy_(_chunk_gradient(probabilities_CV, labels_C1, mask_C1))
-        if needs_gradient:
-            ctx.save_for_backward(logits_TV)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient_TV,) = ctx.saved_tensors
-        factor = loss_gradient.to(gradient_TV.dtype)
-        return gradient_TV, factor, gradient_TV, factor, None, None, None, None, None
+        """As :func:`drivetrain.engine.ops._in_place_cross_entropy.linear_cross_entropy_sum`."""
+        if (serving := self.serving("linear_cross_entropy")) is None:
+            scale = 1.0 if self.gradient_scale is None else self.gradient_scale
+            return linear_cross_entropy_sum(hidden_TD, weight_VD, labels_T, mask_T, scale)
+        labels_T = labels_T.masked_fill(~mask_T, IGNORE_INDEX)
+        given = {"hidden": hidden_TD, "weight": weight_VD, "labels": labels_T}
+        if self.gradient_scale is None:
+            total, _ = several(serving.call(linear_cross_entropy.OPERATOR, **given))
+            return total
+        # As weights of the tokens, so that a backend that cannot scale inside refuses, and says so.
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        weights_T = torch.full(labels_T.shape, self.gradient_scale, dtype=wide, device=labels_T.device)
+        total, _ = several(serving.call(linear_cross_entropy.OPERATOR, **given, token_weights=weights_T))
+        return total / self.gradient_scale

@@ -85,10 +85,17 @@ def _with_code_of_its_own(formula: Callable[..., Result]) -> Callable[..., Resul
 
 def inductor_refuses(signature: Signature) -> str | None:
     """Why Inductor cannot serve a call on this machine; None where it can."""
-    missing = _missing(signature.device)
+    missing: str | None = _missing_while_tracing_too(signature.device)
     if missing is not None:
         return missing
     return refuse_dtypes(signature, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# What a machine lacks is no part of a graph: traced, the look for it would break each one that calls an operator.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _missing_while_tracing_too(device: str) -> str | None:
+    found: str | None = _missing(device)
+    return found
 
 
 @functools.cache

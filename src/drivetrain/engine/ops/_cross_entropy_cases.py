@@ -70,4 +70,8 @@ def linear_cross_entropy_cases() -> list[Case]:
         case("small logits", 24, 8, 33, {"chunk_rows": 5}, scale=1e-3),
         case("columns first in memory", 24, 16, 33, {"chunk_rows": 5}, layout="columns"),
         case("gaps between rows", 24, 16, 33, {"chunk_rows": 5}, layout="gaps"),
+        case("everything ignored, no chunks asked for", 24, 8, 33, {}, ignored=2.0),
+        case("large logits, no chunks asked for", 24, 8, 33, {}, scale=200.0),
+        case("columns first in memory, no chunks asked for", 24, 16, 33, {}, layout="columns"),
+        case("gaps between rows, no chunks asked for", 24, 16, 33, {}, layout="gaps"),
     ]

@@ -9,6 +9,7 @@ from drivetrain.engine.ops._compiled import inductor_refuses
 from drivetrain.engine.ops._norm_cases import add_layer_norm_cases
 from drivetrain.engine.ops._norm_formulas import check_norm, compiled_norm
 from drivetrain.engine.ops._triton_norm_calls import NORM_KERNELS, triton_norm, triton_norm_refuses
+from drivetrain.engine.ops.adapters import adapters_of
 from drivetrain.engine.ops.layer_norm import LAYER_NORM_FLOOR, layer_norm, torch_layer_norm
 from drivetrain.engine.ops.operator import Backend, Operator, serves_all
 
@@ -72,6 +73,7 @@ OPERATOR = Operator(
             kernels=("_forward_formula", "_backward_formula"),
         ),
         Backend("triton", _triton, triton_norm_refuses, kernels=NORM_KERNELS),
+        *adapters_of("add_layer_norm"),
     ),
     floor=LAYER_NORM_FLOOR,
 )

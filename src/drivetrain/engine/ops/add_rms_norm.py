@@ -10,6 +10,7 @@ from drivetrain.engine.ops._compiled import inductor_refuses
 from drivetrain.engine.ops._norm_cases import add_rms_norm_cases
 from drivetrain.engine.ops._norm_formulas import AFTER_WEIGHT, check_norm, compiled_norm
 from drivetrain.engine.ops._triton_norm_calls import NORM_KERNELS, triton_norm, triton_norm_refuses
+from drivetrain.engine.ops.adapters import adapters_of
 from drivetrain.engine.ops.operator import Backend, Operator, serves_all
 from drivetrain.engine.ops.rms_norm import rms_norm, torch_rms_norm
 
@@ -95,5 +96,8 @@ OPERATOR = Operator(
             kernels=("_forward_formula", "_backward_formula"),
         ),
         Backend("triton", _triton, triton_norm_refuses, kernels=NORM_KERNELS),
+        *adapters_of("add_rms_norm"),
     ),
+    # benchmarks/operators.py on a CPU; on CUDA nothing was measured by us.
+    untuned={"cpu": ("inductor",), "cuda": ("inductor",)},
 )

@@ -9,7 +9,9 @@ from drivetrain.engine.ops.operator import Operator
 
 __all__ = ["operator_named", "operators"]
 
-_NOT_OPERATORS = frozenset({"discovery", "numerics", "operator", "selection", "signature"})
+_NOT_OPERATORS = frozenset(
+    {"discovery", "grid", "numerics", "operator", "selection", "signature", "tuned_file"}
+)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from drivetrain.engine.ops._compiled import compiled, inductor_refuses
 from drivetrain.engine.ops._glu_cases import glu_cases
 from drivetrain.engine.ops._triton_available import triton_refuses
 from drivetrain.engine.ops._triton_glu_calls import GLU_KERNELS, triton_glu
+from drivetrain.engine.ops.adapters import adapters_of
 from drivetrain.engine.ops.operator import Backend, Operator, serves_all
 from drivetrain.errors import DrivetrainError
 
@@ -164,5 +165,8 @@ OPERATOR = Operator(
             kernels=("_formula", "_backward_formula"),
         ),
         Backend("triton", _triton, triton_refuses, kernels=GLU_KERNELS),
+        *adapters_of("glu"),
     ),
+    # benchmarks/operators.py on a CPU; on CUDA nothing was measured by us.
+    untuned={"cpu": ("inductor",), "cuda": ("inductor",)},
 )

@@ -12,11 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drivetrain.engine.ops._product_cases import grouped_product_cases
+from drivetrain.engine.ops.adapters import adapters_of
 from drivetrain.engine.ops.operator import Backend, Operator, refuse_dtypes, serves_all
 from drivetrain.engine.ops.signature import Signature
 from drivetrain.errors import DrivetrainError
 
-__all__ = ["OPERATOR", "grouped_product", "loop_over_experts", "torch_grouped_mm"]
+__all__ = [
+    "OPERATOR",
+    "check_grouped_product",
+    "grouped_product",
+    "keep_rows",
+    "loop_over_experts",
+    "torch_grouped_mm",
+]
 
 _ALIGNMENT_BYTES = 16
 
@@ -35,7 +43,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Raises:
         DrivetrainError: shapes or dtypes do not fit; on a CPU also, ends fall or pass T.
     """
-    _check(x, weight, ends)
+    check_grouped_product(x, weight, ends)
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
     y = x.new_zeros(x.shape[0], weight.shape[2])
     for expert in range(weight.shape[0]):
@@ -47,7 +55,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def loop_over_experts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """A product for each expert that has rows; how many is read on the host, which waits for a GPU."""
-    _check(x, weight, ends)
+    check_grouped_product(x, weight, ends)
     # One unbind, not an index for each expert: the gradient of an index is a whole weight of zeros.
     parts, first = [], 0
     for of_expert, end in zip(weight.unbind(), ends.tolist(), strict=True):
@@ -60,10 +68,15 @@ def loop_over_experts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def torch_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Torch's grouped product, guarded: it leaves rows past the last end as memory was, in the result and in the
     gradient of x (pytorch 193633, 154557)."""
-    _check(x, weight, ends)
+    check_grouped_product(x, weight, ends)
     held = (torch.arange(x.shape[0], device=x.device) < ends[-1])[:, None]
-    y: Tensor = _Held.apply(F.grouped_mm(_Held.apply(x, held), weight, offs=ends), held)  # type: ignore[no-untyped-call]
-    return y
+    return keep_rows(F.grouped_mm(keep_rows(x, held), weight, offs=ends), held)
+
+
+def keep_rows(x: Tensor, held: Tensor) -> Tensor:
+    """x where the (T, 1) booleans are set, zeros elsewhere, whatever x holds there; its gradient the same way."""
+    kept: Tensor = _Held.apply(x, held)  # type: ignore[no-untyped-call]
+    return kept
 
 
 class _Held(torch.autograd.Function):
@@ -84,7 +97,12 @@ class _Held(torch.autograd.Function):
         return of_x, None
 
 
-def _check(x: Tensor, weight: Tensor, ends: Tensor) -> None:
+def check_grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> None:
+    """Refuse what does not belong together.
+
+    Raises:
+        DrivetrainError: shapes or dtypes do not fit; on a CPU also, ends fall or pass T.
+    """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or weight.shape[0] == 0:
         raise DrivetrainError(
             f"grouped_product: x has the shape {tuple(x.shape)}, weight {tuple(weight.shape)}; they have to be (T, K) "
@@ -139,5 +157,6 @@ OPERATOR = Operator(
             ran_on=("cpu",),
             kernels=("aten::_grouped_mm",),
         ),
+        *adapters_of("grouped_product"),
     ),
 )

@@ -12,6 +12,7 @@ from drivetrain.engine.ops._compiled import inductor_refuses
 from drivetrain.engine.ops._norm_cases import layer_norm_cases
 from drivetrain.engine.ops._norm_formulas import check_norm, compiled_norm, wide_dtype
 from drivetrain.engine.ops._triton_norm_calls import NORM_KERNELS, triton_norm, triton_norm_refuses
+from drivetrain.engine.ops.adapters import adapters_of
 from drivetrain.engine.ops.operator import FLOOR, Backend, Operator, serves_all
 
 __all__ = ["LAYER_NORM_FLOOR", "OPERATOR", "layer_norm", "torch_layer_norm"]
@@ -86,6 +87,7 @@ OPERATOR = Operator(
             kernels=("_forward_formula", "_backward_formula"),
         ),
         Backend("triton", _triton, triton_norm_refuses, kernels=NORM_KERNELS),
+        *adapters_of("layer_norm"),
     ),
     floor=LAYER_NORM_FLOOR,
 )

@@ -7,7 +7,7 @@ dtype; the pattern is that of flash-attention's tests (Dao et al., github.com/Da
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.ops.operator import Backend, Case, Operator, Outputs
-from drivetrain.engine.ops.signature import signature_of
+from drivetrain.engine.ops.signature import is_tensor_list, named_tensors, signature_of
 
 __all__ = ["LARGEST_FACTOR", "Grade", "Measured", "Upstream", "grade"]
 
@@ -102,7 +102,7 @@ def grade(
     moved = [gradient.to(device) for gradient in incoming]
     reference = _run(operator.reference, _moved(drawn, device), moved)
 
-    before = {name: value.detach().clone() for name, value in given.items() if isinstance(value, Tensor)}
+    before = {name: value.detach().clone() for name, value in named_tensors(given)}
     incoming_before = [gradient.clone() for gradient in moved]
     _poison([*reference.outputs, *(one for one in reference.gradients.values() if one is not None)])
     candidate = _run(backend.call, given, moved)
@@ -124,7 +124,7 @@ def grade(
 
 def _run(call: Any, given: Mapping[str, Any], incoming: Sequence[Tensor]) -> _Run:
     outputs = _tensors(call(**given))
-    wanted = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.requires_grad}
+    wanted = {name: one for name, one in named_tensors(given) if one.requires_grad}
     # Outputs of another number or shape have no gradients, and are a problem of their own.
     with_gradient = [
         (output, grad)
@@ -148,20 +148,24 @@ def _tensors(outputs: Outputs) -> tuple[Tensor, ...]:
 
 def _moved(drawn: Mapping[str, Any], device: str) -> dict[str, Any]:
     """The same arguments as leaves on ``device``; strides are kept."""
-    return {
-        name: _leaf(value.detach().to(device), value.requires_grad) if isinstance(value, Tensor) else value
-        for name, value in drawn.items()
-    }
+    return _mapped(drawn, lambda value: value.detach().to(device))
 
 
 def _exact(drawn: Mapping[str, Any]) -> dict[str, Any]:
-    exact = {}
-    for name, value in drawn.items():
+    return _mapped(
+        drawn, lambda value: value.detach().double() if value.is_floating_point() else value.detach()
+    )
+
+
+def _mapped(given: Mapping[str, Any], call: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The same arguments with every tensor replaced by a leaf; gradients are wanted as before."""
+
+    def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
-            widened = value.detach().double() if value.is_floating_point() else value
-            value = _leaf(widened, value.requires_grad)
-        exact[name] = value
-    return exact
+            return _leaf(call(value), value.requires_grad)
+        return tuple(map(leaf, value)) if is_tensor_list(value) else value
+
+    return {name: leaf(value) for name, value in given.items()}
 
 
 def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
@@ -194,8 +198,9 @@ def _changed(
     incoming_before: Sequence[Tensor],
     incoming: Sequence[Tensor],
 ) -> list[str]:
+    after = dict(named_tensors(given))
     problems = [
-        f"it wrote into its argument {name}" for name, was in before.items() if not _same(was, given[name])
+        f"it wrote into its argument {name}" for name, was in before.items() if not _same(was, after[name])
     ]
     for number, (was, now) in enumerate(zip(incoming_before, incoming, strict=True)):
         if not _same(was, now):

@@ -74,7 +74,10 @@ class Operator:
         source: paper or document it is from.
         reference: plain torch, in the dtypes of its arguments; in float64 the truth.
         cases: the numerics grid, odd and extreme shapes and values included.
-        backends: by preference where nothing was tuned, the simplest first; ``eager`` is always one.
+        backends: the simplest first; ``eager`` is always one.
+        untuned: for a type of device the backends that ``auto`` tries where nothing was tuned, the most preferred
+            first; ``eager`` where none of them can serve, and on other devices. A preference is a measurement of ours,
+            and its place says which.
         factor: bound on a backend's error over the reference's own (see :data:`OUTPUT_FACTOR`).
         floor: for each dtype the error up to which nothing is said, relative root mean square.
     """
@@ -87,11 +90,16 @@ class Operator:
     backends: tuple[Backend, ...]
     factor: float = OUTPUT_FACTOR
     floor: Mapping[torch.dtype, float] = field(default_factory=lambda: FLOOR)
+    untuned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [backend.name for backend in self.backends]
         assert "eager" in names, f"{self.name} has no eager backend"
         assert len(set(names)) == len(names), f"{self.name} has two backends of one name"
+        preferred = {name for of_device in self.untuned.values() for name in of_device}
+        assert preferred <= set(names), (
+            f"{self.name} prefers backends that it has not: {preferred - set(names)}"
+        )
 
     def backend(self, name: str) -> Backend | None:
         """The backend of that name."""

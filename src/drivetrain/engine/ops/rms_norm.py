@@ -19,6 +19,7 @@ from drivetrain.engine.ops._norm_formulas import (
     wide_dtype,
 )
 from drivetrain.engine.ops._triton_norm_calls import NORM_KERNELS, triton_norm, triton_norm_refuses
+from drivetrain.engine.ops.adapters import adapters_of
 from drivetrain.engine.ops.operator import Backend, Operator, serves_all
 
 __all__ = ["OPERATOR", "rms_norm", "torch_rms_norm"]
@@ -103,5 +104,8 @@ OPERATOR = Operator(
             kernels=("_forward_formula", "_backward_formula"),
         ),
         Backend("triton", _triton, triton_norm_refuses, kernels=NORM_KERNELS),
+        *adapters_of("rms_norm"),
     ),
+    # benchmarks/operators.py on a CPU; on CUDA nothing was measured by us.
+    untuned={"cpu": ("inductor",), "cuda": ("inductor",)},
 )

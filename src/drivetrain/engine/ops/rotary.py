@@ -11,6 +11,7 @@ from torch import Tensor
 from drivetrain.engine.ops._compiled import compiled, inductor_refuses
 from drivetrain.engine.ops._rotary_cases import rotary_cases
 from drivetrain.engine.ops._triton_rotary_calls import ROTARY_KERNELS, triton_rotary, triton_rotary_refuses
+from drivetrain.engine.ops.adapters import adapters_of
 from drivetrain.engine.ops.operator import Backend, Operator, serves_all
 from drivetrain.errors import DrivetrainError
 
@@ -108,5 +109,8 @@ OPERATOR = Operator(
         Backend("eager", _eager, serves_all, ran_on=("cpu",), kernels=("aten::mul", "aten::cat")),
         Backend("inductor", _inductor, inductor_refuses, ran_on=("cpu",), kernels=("_formula",)),
         Backend("triton", _triton, triton_rotary_refuses, kernels=ROTARY_KERNELS),
+        *adapters_of("rotary"),
     ),
+    # benchmarks/operators.py on a CPU; on CUDA nothing was measured by us.
+    untuned={"cpu": ("inductor",), "cuda": ("inductor",)},
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Argument", "Signature", "signature_of"]
+__all__ = ["Argument", "Signature", "is_tensor_list", "named_tensors", "signature_of"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Signature:
     Attributes:
         operator: its name.
         device: type of the device of all tensors, ``cpu``, ``cuda`` or ``meta``.
-        arguments: the tensor arguments by name, in the order of the reference.
+        arguments: the tensor arguments by name, in the order of the reference; those of a list of tensors are
+            ``<name>[0]``, ``<name>[1]`` …
         options: all other arguments by name.
     """
 
@@ -50,6 +51,10 @@ class Signature:
     def argument(self, name: str) -> Argument | None:
         """The tensor argument of that name; None where none was given."""
         return dict(self.arguments).get(name)
+
+    def members(self, name: str) -> tuple[Argument, ...]:
+        """The tensors of the list of that name; none where none was given."""
+        return tuple(one for member, one in self.arguments if member.startswith(f"{name}["))
 
     def option(self, name: str) -> Hashable:
         """The option of that name; None where none was given."""
@@ -66,8 +71,35 @@ class Signature:
         return any(one.requires_grad for _, one in self.arguments)
 
     def __str__(self) -> str:
-        parts = [f"{name}={one}" for name, one in (*self.arguments, *self.options)]
+        # Of a list of hundreds of tensors the first is shown.
+        parts = [
+            f"{name}={one}{self._more(name)}"
+            for name, one in self.arguments
+            if not name.endswith("]") or name.endswith("[0]")
+        ]
+        parts += [f"{name}={one}" for name, one in self.options]
         return f"{self.operator}({', '.join(parts)}) on {self.device}"
+
+    def _more(self, name: str) -> str:
+        others = len(self.members(name.removesuffix("[0]"))) - 1 if name.endswith("[0]") else 0
+        return f" and {others} more" if others else ""
+
+
+def is_tensor_list(value: object) -> bool:
+    """Whether an argument is a tuple or list of tensors, of at least one."""
+    return isinstance(value, tuple | list) and bool(value) and all(isinstance(one, Tensor) for one in value)
+
+
+def named_tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """All tensors among these arguments with their names in a :class:`Signature`."""
+    found: list[tuple[str, Tensor]] = []
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif is_tensor_list(value):
+            for number, member in enumerate(value):
+                found.append((f"{name}[{number}]", member))
+    return found
 
 
 def signature_of(operator: str, given: Mapping[str, Any]) -> Signature:
@@ -77,14 +109,15 @@ def signature_of(operator: str, given: Mapping[str, Any]) -> Signature:
     """
     recording = torch.is_grad_enabled()
     tensors: list[tuple[str, Argument]] = []
-    options: list[tuple[str, Hashable]] = []
     devices: set[str] = set()
-    for name, value in given.items():
-        if isinstance(value, Tensor):
-            devices.add(value.device.type)
-            wanted = recording and value.requires_grad
-            tensors.append((name, Argument(tuple(value.shape), value.dtype, value.is_contiguous(), wanted)))
-        elif value is not None:
-            options.append((name, value))
+    for name, value in named_tensors(given):
+        devices.add(value.device.type)
+        wanted = recording and value.requires_grad
+        tensors.append((name, Argument(tuple(value.shape), value.dtype, value.is_contiguous(), wanted)))
+    options: list[tuple[str, Hashable]] = [
+        (name, value)
+        for name, value in given.items()
+        if value is not None and not isinstance(value, Tensor) and not is_tensor_list(value)
+    ]
     assert len(devices) == 1, f"{operator} was given tensors on {sorted(devices) or 'no device'}"
     return Signature(operator, devices.pop(), tuple(tensors), tuple(options))

@@ -5,7 +5,7 @@ import os
 from drivetrain.config import RunConfig
 from drivetrain.config.stages import ZERO_BUBBLE
 from drivetrain.engine.capabilities import capability
-from drivetrain.engine.compilation import frames_given_up, graphs_compiled
+from drivetrain.engine.compilation import CompilationWatch, graphs_compiled
 from drivetrain.engine.optimisations.implementation import Building, Implementation, Status
 
 __all__ = ["IMPLEMENTATION"]
@@ -23,6 +23,7 @@ def _prepare(building: Building) -> Status:
         return Status(active=False, reason=f"{compiler.reason}; the blocks run eagerly")
     assert building.decoder is not None
     building.decoder.compile_blocks(name_kernels=building.config.profiler.profile)
+    building.compilation = CompilationWatch()
     return Status(active=True, reason=_no_half_backward(building.config))
 
 
@@ -41,9 +42,9 @@ def _at_end(building: Building) -> Status:
     if graphs_compiled() == 0:
         return Status(active=False, reason="torch.compile has built no graph; every step ran eagerly")
     reasons = [_no_half_backward(building.config)]
-    given_up, tried = frames_given_up()
-    if given_up:
-        reasons.append(f"torch.compile gave up on {given_up} of {tried} pieces of code, which ran eagerly")
+    if building.compilation is not None:
+        building.compilation.look()
+        reasons += building.compilation.report.complaints()
     return Status(active=True, reason="; ".join(filter(None, reasons)) or None)
 
 

@@ -28,7 +28,9 @@ class Optimisations:
     def __init__(self, building: Building) -> None:
         self.building = building
         config = building.config
-        facts = LaunchFacts(world_size=building.num_ranks)
+        facts = LaunchFacts(
+            world_size=building.num_ranks, local_world_size=min(building.local_world_sizes, default=None)
+        )
         self._implementations = implementations()
         self._requested: dict[str, bool] = {}
         self._status: dict[str, Status] = {}
@@ -85,10 +87,11 @@ class Optimisations:
             yield OptimisationRecord(
                 name=entry.name,
                 field=entry.field,
-                value=entry.value(self.building.config),
+                value=entry.effective_value(self.building.config),
                 requested=self._requested[entry.name],
                 active=status.active,
                 reason=status.reason,
+                served=status.served,
             )
 
 

@@ -10,31 +10,60 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["ShareLayout", "buckets_of", "rows_of_part"]
+__all__ = ["ShareLayout", "buckets_of", "order_of_registration", "rows_of_part"]
 
 _BYTES_IN_MB = 1e6
+_LAST_BUCKET = 1 / 25
+"""Size of the last bucket over that of the others. What becomes ready last travels when nothing is left to compute:
+all of it is waited for. Torch's DistributedDataParallel has the same relation of its small bucket to the others (1 MiB
+to 25 MiB), though it makes the one small that starts first."""
 
 
-def buckets_of(sizes: Sequence[int], bucket_size_mb: float) -> list[list[int]]:
-    """Indices of parameters, in the order in which backward finishes them: the last ones come first.
+def order_of_registration(count: int) -> list[int]:
+    """The order in which backward finishes ``count`` parameters that forward uses as they were registered."""
+    return list(reversed(range(count)))
+
+
+def buckets_of(
+    sizes: Sequence[int], bucket_size_mb: float, order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Indices of parameters in the order in which backward finishes them, cut into buckets.
 
     A bucket is closed once it has reached its size, so it may exceed it by its last parameter (the rule of torch's
-    DistributedDataParallel).
+    DistributedDataParallel). The last bucket has at most 1/25 of the size, or one parameter: the last one. What one
+    bucket holds is one.
 
     Args:
-        sizes: bytes of the parameters' gradients, in the order of use in forward.
+        sizes: bytes of the parameters' gradients, in the order of registration.
         bucket_size_mb: MB (1e6 bytes); 0: all in one bucket.
+        order: in which their gradients become ready; by default as :func:`order_of_registration` says.
     """
-    limit = bucket_size_mb * _BYTES_IN_MB if bucket_size_mb else float("inf")
+    order = order_of_registration(len(sizes)) if order is None else list(order)
+    assert sorted(order) == list(range(len(sizes))), "an order names each parameter once"
+    limit = bucket_size_mb * _BYTES_IN_MB
+    if not order:
+        return []
+    if not bucket_size_mb or sum(sizes) <= limit:
+        return [order]
+    last = _first_of_last(sizes, order, limit * _LAST_BUCKET)
     buckets: list[list[int]] = []
     filled = limit
-    for index in reversed(range(len(sizes))):
-        if filled >= limit or not buckets:
+    for index in order[:last]:
+        if filled >= limit:
             buckets.append([])
             filled = 0
         buckets[-1].append(index)
         filled += sizes[index]
-    return buckets
+    return [*buckets, order[last:]]
+
+
+def _first_of_last(sizes: Sequence[int], order: Sequence[int], limit: float) -> int:
+    """Place in ``order`` from which everything fits into ``limit`` bytes; the last place at least."""
+    place, filled = len(order) - 1, sizes[order[-1]]
+    while place and filled + sizes[order[place - 1]] <= limit:
+        place -= 1
+        filled += sizes[order[place]]
+    return place
 
 
 def rows_of_part(rows: int, part: int, parts: int) -> tuple[int, int]:

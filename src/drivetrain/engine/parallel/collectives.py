@@ -10,19 +10,25 @@ function        forward                backward
 ``joined``      all-reduce of parts    the own part
 =============== ====================== ======================
 
-Every one of them counts its payload in :class:`~drivetrain.engine.parallel.traffic.Traffic`. They are left out of
-compiled graphs, so that the order of collectives is the program's own on every rank.
+Every one of them counts its payload in :class:`~drivetrain.engine.parallel.traffic.Traffic`, and is a flight there.
+They are left out of compiled graphs, so that the order of collectives is the program's own on every rank.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.engine.parallel.flat_collectives import all_gather_flat, reduce_scatter_flat
+from drivetrain.engine.failures import explained_in
+from drivetrain.engine.parallel.flat_collectives import CountedGroup
+from drivetrain.engine.parallel.flights import Flight, flown
+from drivetrain.engine.parallel.reduce_scatter import exchange_and_add, exchanges
+from drivetrain.engine.parallel.torch_names import all_gather_flat, reduce_scatter_flat
 from drivetrain.engine.parallel.traffic import Traffic
 
 __all__ = ["Group", "copied", "gathered", "joined", "scattered", "summed"]
@@ -45,19 +51,31 @@ class Group:
     index: int
     traffic: Traffic
 
+    @cached_property
+    def begun(self) -> CountedGroup:
+        """The same ranks, for collectives that are begun and waited for later."""
+        return CountedGroup(self.process_group, self.name, self.traffic)
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or ``op``) over the ranks in a new tensor, equal on all of them."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.traffic.record(self.name, "all_reduce", result.nbytes)
-        dist.all_reduce(result, op, group=self.process_group)
+        flight = self.traffic.begin(self.name, "all_reduce", result.nbytes, self.process_group)
+        with explained_in("all-reduce", self.name, self.process_group):
+            flown(lambda go_on: dist.all_reduce(result, op, group=self.process_group, async_op=go_on), flight)
         return result
 
     def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """The equally large tensors of all ranks, one behind the other along ``dim``."""
         part = tensor.detach().movedim(dim, 0).contiguous()
         whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        self.traffic.record(self.name, "all_gather", part.nbytes)
-        all_gather_flat(whole.view(-1), part.view(-1), group=self.process_group)
+        flight = self.traffic.begin(self.name, "all_gather", part.nbytes, self.process_group)
+        with explained_in("all-gather", self.name, self.process_group):
+            flown(
+                lambda go_on: all_gather_flat(
+                    whole.view(-1), part.view(-1), group=self.process_group, async_op=go_on
+                ),
+                flight,
+            )
         return whole.movedim(0, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
@@ -65,9 +83,24 @@ class Group:
         whole = tensor.detach().movedim(dim, 0).contiguous()
         assert whole.shape[0] % self.size == 0, f"{self.size} ranks do not divide {whole.shape[0]}"
         part = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
-        self.traffic.record(self.name, "reduce_scatter", whole.nbytes)
-        reduce_scatter_flat(part.view(-1), whole.view(-1), group=self.process_group)
+        flight = self.traffic.begin(self.name, "reduce_scatter", whole.nbytes, self.process_group)
+        with explained_in("reduce-scatter", self.name, self.process_group):
+            if exchanges(self.process_group, whole.device):
+                self._exchange(part.view(-1), whole.view(self.size, -1), flight)
+            else:
+                flown(
+                    lambda go_on: reduce_scatter_flat(
+                        part.view(-1), whole.view(-1), group=self.process_group, async_op=go_on
+                    ),
+                    flight,
+                )
         return part.movedim(0, dim)
+
+    def _exchange(self, share: Tensor, rows: Tensor, flight: Flight | None) -> None:
+        with nullcontext() if flight is None else flight.waiting():
+            exchange_and_add(share, rows, self.process_group)
+            if flight is not None:
+                flight.landed()
 
 
 class _Pair(torch.autograd.Function):

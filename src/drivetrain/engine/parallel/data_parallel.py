@@ -7,6 +7,7 @@ FSDP2.
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from drivetrain.engine.parallel.fully_sharded import FullySharded
@@ -29,6 +30,9 @@ def gradient_sync(
     placements: Mapping[str, Placement] | None = None,
     bucket_size_mb: float = 25.0,
     reduce_each_micro_batch: bool = False,
+    wire_dtype: torch.dtype | None = None,
+    overlap_param_gather: bool = False,
+    prefetch_blocks: int = 0,
     blocks: Sequence[nn.Module] = (),
     stages: Sequence[tuple[nn.Module, Sequence[nn.Module]]] = (),
     forward_methods: Sequence[str] = ("loss_sum",),
@@ -41,7 +45,11 @@ def gradient_sync(
         zero_stage: 0 to 3.
         placements: of the parameters over the other dimensions of the mesh; whole where absent.
         bucket_size_mb: MB (1e6 bytes), stages 0 to 2; 0: all gradients in one bucket, reduced after backward.
-        blocks, stages, forward_methods: stage 3, see :class:`FullySharded`.
+        wire_dtype: that gradients have while they travel; None: their own.
+        overlap_param_gather: stages 1 and 2: updated parameters travel while the next forward pass begins. Whoever
+            reads them outside of the module calls ``settle`` first.
+        stages: parts of the module that a pipeline schedule runs; nothing is reduced while it does.
+        blocks, forward_methods, prefetch_blocks: stage 3, see :class:`FullySharded`.
 
     Raises:
         ConfigurationError: the module has state besides parameters, which nothing would keep equal over the ranks.
@@ -67,6 +75,8 @@ def gradient_sync(
                 stages=stages,
                 forward_methods=forward_methods,
                 reduce_each_micro_batch=reduce_each_micro_batch,
+                wire_dtype=wire_dtype,
+                prefetch_blocks=prefetch_blocks,
             )
         return ReduceScatteredGradients(
             module,
@@ -75,6 +85,9 @@ def gradient_sync(
             traffic,
             bucket_size_mb=bucket_size_mb,
             reduce_each_micro_batch=reduce_each_micro_batch,
+            overlap_param_gather=overlap_param_gather,
+            wire_dtype=wire_dtype,
+            learn_order=not stages,
         )
     return AllReducedGradients(
         module,
@@ -84,4 +97,7 @@ def gradient_sync(
         bucket_size_mb=bucket_size_mb,
         reduce_each_micro_batch=reduce_each_micro_batch,
         shard_update=zero_stage >= 1 and mesh.size("dp_shard") > 1,
+        overlap_param_gather=overlap_param_gather,
+        wire_dtype=wire_dtype,
+        learn_order=not stages,
     )

@@ -10,62 +10,22 @@ forward; after a forward without backward its root stays gathered; and what it c
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from drivetrain.engine.parallel.buckets import rows_of_part
-from drivetrain.engine.parallel.flat_collectives import all_gather_flat, reduce_scatter_flat
 from drivetrain.engine.parallel.gradient_sync import Held, kept_buffers
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement, Shard
+from drivetrain.engine.parallel.sharded_collectives import ShardGather, ShardReduction
 from drivetrain.engine.parallel.traffic import Traffic
+from drivetrain.engine.parallel.wire import WireError
 from drivetrain.engine.timing import Mark
 
 __all__ = ["FullySharded"]
-
-
-class _Allocation:
-    """Where FSDP2 takes the buffers of its collectives from."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _CountedAllGather(_Allocation):
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        self._traffic.record("dp_shard", "all_gather", input_tensor.nbytes)
-        work: dist.Work | None = all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
-
-
-class _CountedReduceScatter(_Allocation):
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._traffic.record("dp_shard", "reduce_scatter", input_tensor.nbytes)
-        work: dist.Work | None = reduce_scatter_flat(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-        return work
 
 
 class FullySharded:
@@ -82,6 +42,8 @@ class FullySharded:
         stages: Sequence[tuple[nn.Module, Sequence[nn.Module]]] = (),
         forward_methods: Sequence[str] = ("loss_sum",),
         reduce_each_micro_batch: bool = False,
+        wire_dtype: torch.dtype | None = None,
+        prefetch_blocks: int = 0,
     ) -> None:
         """
         Args:
@@ -94,6 +56,9 @@ class FullySharded:
             forward_methods: methods besides ``forward`` by which the module is entered. No two of them may call each
                 other.
             reduce_each_micro_batch: gradients travel with each micro-batch, so that whole ones never outlive it.
+            wire_dtype: that gradients have while they travel between the ranks of ``dp_shard``; None: their own.
+            prefetch_blocks: blocks that are gathered ahead of the one that computes, in forward and in backward; above
+                0, gradients on a CPU travel behind backward too. Not where a schedule runs the module.
         """
         assert mesh.size("dp_shard") > 1, "there is nothing to shard"
         named = [
@@ -109,6 +74,19 @@ class FullySharded:
             for name, parameter in named
         }
         self._scheduled = bool(stages)
+        hybrid = mesh.size("dp_replicate") > 1
+        assert not (prefetch_blocks and stages), "a schedule decides when a block is used"
+        self._error = None if wire_dtype is None else WireError()
+        self._shard_group = mesh.group("dp_shard")
+        shards = mesh.counted("dp_shard", traffic)
+        self._gather = ShardGather(shards, ahead=prefetch_blocks > 0)
+        self._reduction = ShardReduction(
+            shards,
+            # Sums over replicas, and sums of several micro-batches, are made of the result at once.
+            behind=prefetch_blocks > 0 and not hybrid and not reduce_each_micro_batch,
+            wire_dtype=wire_dtype,
+            error=self._error,
+        )
         self._roots: list[FSDPModule] = []
         self._units: list[FSDPModule] = []
         device_mesh = mesh.submesh("dp_replicate", "dp_shard")
@@ -124,17 +102,19 @@ class FullySharded:
             self._roots.append(root)
             for unit in root.modules():
                 if isinstance(unit, FSDPModule):
-                    self._set_up(unit, hybrid=mesh.size("dp_replicate") > 1)
+                    self._set_up(unit, hybrid=hybrid)
         if not stages:
             for method in forward_methods:
                 register_fsdp_forward_method(module, method)
+        if prefetch_blocks:
+            _prefetch(self._roots[0], blocks, prefetch_blocks)
 
     def _set_up(self, unit: FSDPModule, *, hybrid: bool) -> None:
         """Each of these settings is that of one unit, not of the units in it."""
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_custom_all_gather(_CountedAllGather(self.traffic))  # type: ignore[arg-type]
-        unit.set_custom_reduce_scatter(_CountedReduceScatter(self.traffic))  # type: ignore[arg-type]
+        unit.set_custom_all_gather(self._gather)  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(self._reduction)  # type: ignore[arg-type]
         self._units.append(unit)
         if hybrid:
             unit.set_all_reduce_hook(self._count_all_reduce)
@@ -157,11 +137,19 @@ class FullySharded:
         The last micro-batch must have been announced as such: FSDP2 reduces in backward, never after it. A pipeline
         schedule does the announcing for its stages.
         """
+        self._reduction.settle()
         self._reshard()
 
     def _reshard(self) -> None:
         for unit in self._units:
             unit.reshard()
+
+    def wire_error(self) -> float | None:
+        """See :meth:`GradientSync.wire_error`."""
+        return None if self._error is None else self._error.relative(self._shard_group)
+
+    def settle(self) -> None:
+        """They are: what a block needs is gathered when it is used."""
 
     def exposed_wait(self) -> tuple[Mark, Mark] | None:
         """Not known: FSDP2 waits inside backward, unit by unit."""
@@ -194,16 +182,34 @@ class FullySharded:
     def moments(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Held]:
         """This rank's rows."""
         return {
-            f"{name}/{key}": Held(_local(value), self._placements[name])
+            f"{name}/{key}": Held(
+                _local(value) if isinstance(value, DTensor) else value, self._placements[name]
+            )
             for name, parameter in self.updated()
             for key, value in optimizer.state[parameter].items()
-            if isinstance(value, DTensor)
+            # On the host there are plain tensors: the rows themselves.
+            if value.shape in (parameter.shape, _local(parameter.data).shape)
         }
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update and drop the gradients; the next forward gathers."""
         optimizer.step()
+        self.skip(optimizer)
+
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients."""
         optimizer.zero_grad(set_to_none=True)
+
+
+def _prefetch(root: FSDPModule, blocks: Sequence[nn.Module], count: int) -> None:
+    """Have each block ask for the ``count`` that are used after it, forward and backward, before it computes itself."""
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    assert len(units) == len(blocks), "a block is a unit"
+    root.set_modules_to_forward_prefetch(units[:count])
+    root.set_modules_to_backward_prefetch(list(reversed(units[-count:])))
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + count])
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - count) : place])))
 
 
 def _cut_by_rows(whole: Placement, parameter: Tensor, mesh: Mesh) -> Placement:

@@ -5,12 +5,14 @@ the same part, so the sum goes over the dimensions that cut the model, and over 
 """
 
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.engine.optimizer import clip_coefficient, scale_gradients, total_norm
+from drivetrain.engine.ops.gradient_clip import clip_coefficient, scale_gradients, total_norm
+from drivetrain.engine.parallel.flights import flown
 from drivetrain.engine.parallel.gradient_sync import Held
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement
@@ -57,12 +59,20 @@ def norm_of_held(gradients: Mapping[str, Held], mesh: Mesh, traffic: Traffic) ->
     total = (
         total_norm(counted).square()
         if counted
-        else torch.zeros((), dtype=any_tensor.dtype, device=any_tensor.device)
+        else torch.zeros(
+            (), dtype=torch.promote_types(any_tensor.dtype, torch.float32), device=any_tensor.device
+        )
     )
     for dim in dims:
-        traffic.record(dim, "all_reduce", total.nbytes)
-        dist.all_reduce(total, group=mesh.group(dim))
+        group = mesh.group(dim)
+        flight = traffic.begin(dim, "all_reduce", total.nbytes, group)
+        flown(partial(_sum, total, group), flight)
     return total.sqrt()
+
+
+def _sum(total: Tensor, group: dist.ProcessGroup | None, go_on: bool) -> dist.Work | None:
+    work: dist.Work | None = dist.all_reduce(total, group=group, async_op=go_on)
+    return work
 
 
 @torch.no_grad()

@@ -56,6 +56,15 @@ class GradientSync(Protocol):
     def finish(self) -> None:
         """Start whatever has not been started, and return when all gradients are reduced."""
 
+    def wire_error(self) -> float | None:
+        """How far the first reduction of this run was from one in full precision, ``‖g - g0‖ / ‖g0‖`` over all
+        parameters; None where gradients travel as they are, or nothing was reduced yet. Collective
+        where it is not None."""
+
+    def settle(self) -> None:
+        """Return when the parameters are those of the latest step: they may still be on their way to this rank. Needed
+        before anything reads them but the module's own forward pass; :meth:`parameters` does it."""
+
     def exposed_wait(self) -> tuple[Mark, Mark] | None:
         """Two marks whose distance is the time for which the latest step had nothing to do but wait for gradients;
         None where it is not known, or where there is nobody to wait for."""
@@ -80,3 +89,6 @@ class GradientSync(Protocol):
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update, bring the updated parameters to the ranks that need them, and drop the gradients."""
+
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients: ``step`` for a step that changes nothing. No communication; all ranks or none."""

@@ -14,6 +14,7 @@ from drivetrain.engine.parallel.gradient_sync import GradientSync
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.pipeline import Pipeline, decoder_of_rank
 from drivetrain.engine.parallel.placement import Placement
+from drivetrain.engine.parallel.symmetric_memory import meet
 from drivetrain.engine.parallel.tensor_parallel import tensor_parallel
 from drivetrain.engine.parallel.traffic import Traffic
 
@@ -47,10 +48,10 @@ def build_local_model(
     Layers are dealt out first, then matrices are cut, and what is left is shared over data-parallel ranks.
 
     Args:
-        building: the choices of the optimisations: compute dtype and bucket size.
+        building: the choices of the optimisations: compute dtype, and how gradients and parameters travel.
         pipeline_type: of another type where this rank is alone (a dry run).
     """
-    parallelism, traffic = config.parallelism, Traffic()
+    parallelism, traffic = config.parallelism, Traffic(fused_calls=building.fused_calls)
     plan = stage_plan(config) if mesh.size("pp") > 1 else None
     if plan is not None:
         meta = torch.device("meta")
@@ -59,8 +60,17 @@ def build_local_model(
         with torch.device("meta"):
             decoder = Decoder(config.model, building.compute_dtype)
     placements: Mapping[str, Placement] = tensor_parallel(
-        decoder, mesh, parallelism.sequence_parallel, traffic
+        decoder,
+        mesh,
+        parallelism.sequence_parallel,
+        traffic,
+        building.tp_chunks,
+        async_input_gradient=building.tp_async_input_gradient,
+        fused_calls=building.fused_calls,
     )
+    tensor_ranks = mesh.group("tp")
+    if building.fused_calls is not None and tensor_ranks is not None:
+        meet(tensor_ranks, device)
     decoder.to_empty(device=device)
     pipeline = None
     if plan is not None:
@@ -80,6 +90,9 @@ def build_local_model(
             config.overlap.bucket_size_mb if pipeline is not None else building.bucket_size_mb or 0.0
         ),
         reduce_each_micro_batch=parallelism.reduce_each_micro_batch,
+        wire_dtype=building.wire_dtype,
+        overlap_param_gather=building.overlap_param_gather,
+        prefetch_blocks=building.prefetch_blocks,
         blocks=list(decoder.blocks.values()),
         stages=[(part, list(part.blocks.values())) for part in pipeline.modules]
         if pipeline is not None

@@ -5,14 +5,19 @@ run's timeout is, so that a rank that hangs would keep the others for as long.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from drivetrain.config.hosts import by_host, why_one_level
 from drivetrain.config.layout import DIMENSIONS, Layout
+from drivetrain.engine.parallel.flat_collectives import CountedGroup
+from drivetrain.engine.parallel.hierarchy import Hierarchy, LevelGroups
+from drivetrain.engine.parallel.traffic import Traffic
 
 __all__ = ["Mesh"]
 
@@ -33,6 +38,7 @@ class Mesh:
     device_mesh: DeviceMesh | None
     timeout: timedelta | None = None
     _groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    _hierarchies: Mapping[str, Hierarchy] = field(default_factory=dict)
 
     @staticmethod
     def form(layout: Layout, rank: int, device_type: str = "cpu", timeout: timedelta | None = None) -> "Mesh":
@@ -47,7 +53,10 @@ class Mesh:
         assert dist.get_world_size() == layout.world_size, f"{dist.get_world_size()} processes for {layout}"
         names = tuple(name for name in layout.mesh_dimensions if layout.size(name) > 1)
         sizes = tuple(layout.size(name) for name in names)
-        groups = {name: _own_group(layout.groups(name), rank, timeout) for name in names}
+        groups = {
+            name: _own_group(layout.groups(name), rank, timeout, _options(name, device_type, timeout))
+            for name in names
+        }
         if "dp_shard" in names and "dp_replicate" in names:
             groups["dp"] = _own_group(layout.groups("dp"), rank, timeout)
         places = torch.arange(layout.world_size).view(sizes)
@@ -85,6 +94,43 @@ class Mesh:
             return None
         return self._groups[names[0] if len(names) == 1 else dim]
 
+    def hierarchy(self, dim: str) -> Hierarchy | None:
+        """How the group along ``dim`` communicates in levels; None: it does not. See :meth:`in_levels`."""
+        names = self._names(dim)
+        return self._hierarchies.get(names[0] if len(names) == 1 else dim) if names else None
+
+    def counted(self, dim: str, traffic: Traffic) -> CountedGroup:
+        """The group along ``dim``, whose collectives are counted in ``traffic``; in levels where it has them."""
+        return CountedGroup(self.group(dim), dim, traffic, self.hierarchy(dim))
+
+    def in_levels(self, ranks_per_host: int, device: torch.device) -> "Mesh":
+        """The same mesh, whose data-parallel groups communicate inside machines and between them, where they lie on
+        several with equally many ranks on each, and several. Collective: every rank of the mesh calls it.
+
+        Args:
+            ranks_per_host: processes of every machine; those of one are numbered one after the other.
+            device: where the tensors are.
+        """
+        hierarchies = {}
+        for dim in ("dp", "dp_shard", "dp_replicate"):
+            names = self._names(dim)
+            key = names[0] if len(names) == 1 else dim
+            if not names or key in hierarchies or why_one_level(self.layout, dim, ranks_per_host) is not None:
+                continue
+            groups = [by_host(group, ranks_per_host) for group in self.layout.groups(dim)]
+            inside = [host for hosts in groups for host in hosts]
+            across = [list(ranks) for hosts in groups for ranks in zip(*hosts, strict=True)]
+            own = next(hosts for hosts in groups if any(self.rank in host for host in hosts))
+            made = LevelGroups(
+                inside=_own_group(inside, self.rank, self.timeout),
+                inside_again=_own_group(inside, self.rank, self.timeout),
+                across=_own_group(across, self.rank, self.timeout),
+                hosts=len(own),
+                per_host=len(own[0]),
+            )
+            hierarchies[key] = Hierarchy(dim, made, device)
+        return replace(self, _hierarchies=hierarchies)
+
     def ranks(self, dim: str) -> list[int]:
         """The ranks of this one's group along ``dim``, in the order of ``dim``; itself alone for size 1."""
         return next(group for group in self.layout.groups(dim) if self.rank in group)
@@ -96,7 +142,24 @@ class Mesh:
         return tuple(part for part in parts if self.layout.size(part) > 1)
 
 
-def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
+def _options(dim: str, device_type: str, timeout: timedelta | None) -> Any:
+    """What NCCL is told of the group along ``dim``; None: nothing.
+
+    Tensor parallelism waits in every layer, data parallelism once a step: where both have something to send, a stream
+    of high priority goes first. A gloo group has threads and connections of its own, and no order with other groups.
+    """
+    if dim != "tp" or device_type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        # Torch warns where it differs from the group's.
+        options._timeout = timeout
+    return options
+
+
+def _own_group(
+    groups: list[list[int]], rank: int, timeout: timedelta | None, options: Any = None
+) -> dist.ProcessGroup:
     """The one of ``groups`` that ``rank`` is in. Every rank makes all of them, in the same order."""
     own: dist.ProcessGroup | None = None
     for ranks in groups:
@@ -104,7 +167,7 @@ def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) ->
         made = (
             dist.group.WORLD
             if ranks == list(range(dist.get_world_size()))
-            else dist.new_group(ranks, timeout=timeout)
+            else dist.new_group(ranks, timeout=timeout, pg_options=options)
         )
         if rank in ranks:
             own = made

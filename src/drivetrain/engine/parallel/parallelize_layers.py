@@ -1,7 +1,8 @@
 """The layers that :mod:`drivetrain.engine.parallel.parallelize` puts in the place of a user's, with the same names.
 
-Each takes over the parameters of the layer it replaces and holds the collective. They share one :class:`Flow`, which
-knows how far the forward pass has come, so that a cut that nothing takes is named instead of ending in a shape error.
+Each takes over the parameters of the layer it replaces and holds the collective; its argument has the name that it has
+in torch's layer, since code may pass it by keyword. They share one :class:`Flow`, which knows how far the forward pass
+has come, so that a cut that nothing takes is named instead of ending in a shape error.
 """
 
 from collections.abc import Callable
@@ -216,9 +217,9 @@ class ColumnLinear(nn.Linear):
         self._name, self._entrance, self._flow = name, entrance, flow
         self.train(linear.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., input features) to (..., own output features)."""
-        out = self.own_columns(x)
+        out = self.own_columns(input)
         note_column(self._flow, self._name, self.out_features)
         return out
 
@@ -245,9 +246,9 @@ class GatheredColumnLinear(ColumnLinear):
         super().__init__(linear, weight, bias, name, entrance, flow)
         self._offset, self._whole_features = offset, linear.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., input features) to (..., output features of all ranks)."""
-        return joined(self.own_columns(x), self._flow.group, self._offset, self._whole_features)
+        return joined(self.own_columns(input), self._flow.group, self._offset, self._whole_features)
 
 
 class RowLinear(nn.Linear):
@@ -263,15 +264,15 @@ class RowLinear(nn.Linear):
         self._name, self._flow = name, flow
         self.train(linear.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., own input features) to (..., output features), or to this rank's part of the sequence of them."""
-        if x.shape[-1] != self.in_features:
+        if input.shape[-1] != self.in_features:
             raise ConfigurationError(
                 f"{self._name} with 'row' reads its own {self.in_features} of "
-                f"{self.in_features * self._flow.group.size} features and gets {x.shape[-1]}; what comes before it "
-                "must be cut: give it 'column'"
+                f"{self.in_features * self._flow.group.size} features and gets {input.shape[-1]}; what comes before "
+                "it must be cut: give it 'column'"
             )
-        out = leave(self._flow, F.linear(x, self.weight), self._name)
+        out = leave(self._flow, F.linear(input, self.weight), self._name)
         bias: Tensor | None = self.bias
         return out if bias is None else out + self._flow.parameter(bias).to(out.dtype)
 
@@ -298,9 +299,9 @@ class _CutEmbedding(nn.Embedding):
 class RowEmbedding(_CutEmbedding):
     """An embedding cut by rows of the vocabulary: each rank has a summand of the output, zeros for others' rows."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Integers (...) to (..., D), or to this rank's part of the sequence of them."""
-        own = rows - self._offset
+        own = input - self._offset
         elsewhere = (own < 0) | (own >= self.num_embeddings)
         x = F.embedding(own.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
         return embedded(self._flow, x.masked_fill(elsewhere[..., None], 0.0), self._name)
@@ -309,9 +310,9 @@ class RowEmbedding(_CutEmbedding):
 class ColumnEmbedding(_CutEmbedding):
     """An embedding cut by features: a rank has its own of each row."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Integers (...) to (..., own features)."""
-        x = F.embedding(rows, self.weight, self.padding_idx)
+        x = F.embedding(input, self.weight, self.padding_idx)
         note_column(self._flow, self._name, self.embedding_dim)
         return x
 
@@ -322,9 +323,9 @@ class SequenceEmbedding(_CutEmbedding):
     def __init__(self, embedding: nn.Embedding, name: str, flow: Flow) -> None:
         super().__init__(embedding, embedding.weight, name, flow)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Integers (..., T, ...) to (..., T / ranks, ..., D)."""
-        return F.embedding(self._own(rows), copied(self.weight, self._flow.group), self.padding_idx)
+        return F.embedding(self._own(input), copied(self.weight, self._flow.group), self.padding_idx)
 
     def _own(self, rows: Tensor) -> Tensor:
         assert self._flow.sequence_dim is not None
@@ -366,8 +367,9 @@ class OwnPart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for this rank's part."""
-        if self._of_sequence and args and isinstance(args[0], Tensor):
-            self._flow.expect_part(self._name, args[0])
+        x = args[0] if args else kwargs.get("input")
+        if self._of_sequence and isinstance(x, Tensor):
+            self._flow.expect_part(self._name, x)
         held: dict[str, Tensor] = {
             name: copied(value, self._flow.group) for name, value in self.named_parameters()
         }
@@ -387,13 +389,13 @@ class PartOfDropout(nn.Dropout):
         self._name, self._flow, self._dim = name, flow, dim
         self.train(dropout.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """A rank's part to the same shape and dtype."""
         if not self.training or not self.p:
-            return x
+            return input
         if self._dim == -1:
-            expect_cut(self._flow, self._name, x)
-        shape = list(x.shape)
+            expect_cut(self._flow, self._name, input)
+        shape = list(input.shape)
         shape[self._dim] *= self._flow.group.size
-        factors = F.dropout(x.new_ones(shape), self.p).chunk(self._flow.group.size, self._dim)
-        return x * factors[self._flow.group.index]
+        factors = F.dropout(input.new_ones(shape), self.p).chunk(self._flow.group.size, self._dim)
+        return input * factors[self._flow.group.index]

@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from drivetrain.engine.parallel.parallelize_text import listed, nearest_multiples, nearest_names
 from drivetrain.errors import ConfigurationError
@@ -52,6 +54,10 @@ def read_plan(module: nn.Module, plan: Mapping[str, Word], size: int, divided: S
     problems += _tied_modules(modules, words)
     problems += _tied_parameters(modules, words)
     counts = _divided(modules, divided, size, problems)
+    if not problems and next(module.parameters(), None) is None:
+        problems.append(
+            f"the module ({type(module).__name__}) has no parameters: there is nothing that ranks could hold a part of"
+        )
     if problems:
         raise ConfigurationError(*dict.fromkeys(problems))
     return Planned(words, counts)
@@ -120,6 +126,8 @@ def _unfit(name: str, module: nn.Module, word: Word, size: int) -> list[str]:
             f"{one} has hooks, which would not survive that it is replaced; set them after parallelize"
             for one in hooked
         ]
+    if word == "sequence" and (mixing := _mixing_positions(name, module)):
+        return mixing
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return [
             f"{name} has max_norm, scale_grad_by_freq or sparse; an Embedding with {word!r} can have none of them"
@@ -142,6 +150,36 @@ def _replaced_with(module: nn.Module, word: Word) -> dict[str, nn.Module]:
     """What another takes the place of, by its name in ``module``: itself, and what splits its mask by the sequence."""
     inner = module.named_modules() if word == "sequence" else ()
     return {"": module, **{name: part for name, part in inner if type(part) is nn.Dropout}}
+
+
+def _mixing_positions(name: str, module: nn.Module) -> list[str]:
+    """Torch's own modules that compute something else for a part of the sequence than for the whole.
+
+    Nothing else would tell: every shape is right, and every gradient is alike on all ranks. A batch norm does so at any
+    depth; of the others only ``module`` itself surely reads the sequence, since code around them may reshape.
+    """
+    batch_norms = {
+        ".".join(filter(None, (name, inner))): part
+        for inner, part in module.named_modules()
+        if isinstance(part, _BatchNorm)
+    }
+    other = "use a norm of features (LayerNorm, RMSNorm), or a plan without 'sequence'"
+    found = [
+        f"{one} is a {type(norm).__name__}, whose statistics would be those of a rank's part of the sequence; {other}"
+        for one, norm in batch_norms.items()
+    ]
+    if isinstance(module, _NormBase | nn.GroupNorm) and not found:
+        found = [
+            f"{name} is a {type(module).__name__}, which takes its statistics over the sequence; {other}"
+        ]
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) or (
+        isinstance(module, _ConvNd) and any(length != 1 for length in module.kernel_size)
+    ):
+        found = [
+            f"{name} is a {type(module).__name__}, which reads several positions at once, and with 'sequence' a rank "
+            "has a part of them; use a plan without 'sequence'"
+        ]
+    return found
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ Torch's ``torch.distributed.pipelining`` runs the schedules. What is added:
 * **Only hidden states travel.** Every rank of the pipeline is given the same micro-batches and looks up document
   borders, positions and labels by the micro-batch's number, which is all that torch is handed. So nothing is ever
   cut along the batch, and a batch can't fail to divide.
+* **Messages leave early**, where a schedule would wait for each (:mod:`drivetrain.engine.parallel.early_messages`).
 * **Shapes are declared and not inferred**: torch would run a stage once to learn them. They hold for one size of
   micro-batch, so another size gets another schedule (``run`` builds it).
 * **Gradients are summed.** The loss is divided by the valid tokens of the global batch; torch would divide by the
@@ -22,15 +23,15 @@ Dropout masks come from the generator of the rank that holds the layer. They are
 distribution than one process would draw, and no two layers may share one: seed the ranks of a pipeline differently.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
@@ -44,6 +45,8 @@ from drivetrain.config.stages import (
 )
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder, Embedding
+from drivetrain.engine.parallel.early_messages import CountedStage, EarlyStage, early
+from drivetrain.engine.parallel.flights import flown
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.pipeline_schedules import build_schedule, join_backward, leave_out_backward
 from drivetrain.engine.parallel.placement import Placement
@@ -136,27 +139,6 @@ class StageModule(nn.Module):
         return self._loss_of(x_TD, batch) if self.is_last else x_TD
 
 
-class CountedStage(PipelineStage):
-    """Torch's stage, whose messages are counted."""
-
-    def __init__(self, traffic: Traffic, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._traffic = traffic
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Hidden states of a micro-batch to the next stage."""
-        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Their gradient to the previous stage."""
-        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
-        for send in sends:
-            self._traffic.record("pp", "send", send.tensor.nbytes)
-        return sends
-
-
 class Pipeline:
     """Forward and backward of a step over the ranks of a pipeline.
 
@@ -165,9 +147,11 @@ class Pipeline:
         modules: this rank's stages, in model order; ``fully_shard`` and ``compile`` work on them as on any module.
         traffic: what this rank has handed to collectives.
         stage_type: what torch's schedules run; of other type where the neighbours are not there.
+        early_stage_type: the same where messages leave early; None: none do.
     """
 
     stage_type: type[CountedStage] = CountedStage
+    early_stage_type: type[EarlyStage] | None = EarlyStage
 
     def __init__(
         self,
@@ -210,15 +194,18 @@ class Pipeline:
         self._built: dict[
             bool, tuple[tuple[int, int, bool], PipelineScheduleSingle | PipelineScheduleMulti]
         ] = {}
+        self._built_stages: list[Any] = []
+        self._early: dict[bool, list[EarlyStage]] = {}
         self._per_valid_token = 1.0
         self._loss_sum = torch.zeros((), dtype=self._loss_dtype, device=device)
 
-    def run(self, batches: Sequence[Batch], valid_tokens: int) -> Tensor:
+    def run(self, batches: Sequence[Batch], valid_tokens: int, *, loss_scale: float = 1.0) -> Tensor:
         """Forward and backward of a step's micro-batches; gradients are added to ``.grad``.
 
         Args:
             batches: the micro-batches, on the device, the same on every rank of the pipeline.
             valid_tokens: of the global batch, over all data-parallel ranks.
+            loss_scale: factor of the gradients.
 
         Returns:
             Cross-entropy summed over the valid tokens of ``batches``: a scalar, on every rank of the pipeline.
@@ -227,13 +214,14 @@ class Pipeline:
             ConfigurationError: the schedule cannot run that many micro-batches.
             DataError: micro-batches differ in size. Both before any message is sent.
         """
-        self._per_valid_token = 1.0 / max(valid_tokens, 1)
+        self._per_valid_token = loss_scale / max(valid_tokens, 1)
         schedule = self._prepare(batches, training=True)
         before = None
         if self._tied is not None:
             # Apart, so that what earlier runs left there is not exchanged again.
             before, self._tied.weight.grad = self._tied.weight.grad, None
         schedule.step(**self._arguments(len(batches)), return_outputs=False)
+        self._end_step(training=True)
         self._sum_tied_gradients(before)
         return self._shared_loss()
 
@@ -249,6 +237,7 @@ class Pipeline:
         schedule = self._prepare(batches, training=False)
         with torch.no_grad():
             schedule.eval(**self._arguments(len(batches)), return_outputs=False)
+        self._end_step(training=False)
         return self._shared_loss()
 
     def placements(self, placements: Mapping[str, Placement]) -> Mapping[str, Placement]:
@@ -274,6 +263,7 @@ class Pipeline:
         built_for, schedule = self._built.get(training, (None, None))
         if schedule is None or built_for != wanted:
             schedule = self._build(len(batches), tokens)
+            self._early[training] = [stage for stage in self._built_stages if isinstance(stage, EarlyStage)]
             if isinstance(schedule, PipelineScheduleMulti):
                 if not training:
                     leave_out_backward(schedule)
@@ -282,6 +272,10 @@ class Pipeline:
             self._built[training] = (wanted, schedule)
         return schedule
 
+    def _end_step(self, *, training: bool) -> None:
+        for stage in self._early[training]:
+            stage.end_step()
+
     def _build(self, num_microbatches: int, tokens: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         rows, rest = divmod(tokens, self._sequence_shards)
         assert rest == 0, f"{self._sequence_shards} ranks share {tokens} tokens"
@@ -289,8 +283,12 @@ class Pipeline:
             rows, self._hidden_size, dtype=self._hidden_dtype, device="meta", requires_grad=True
         )
         loss = torch.empty((), dtype=self._loss_dtype, device="meta", requires_grad=True)
+        early_type = self.early_stage_type if early(self._schedule_name, self._device) else None
+        make: Callable[..., CountedStage] = (
+            self.stage_type if early_type is None else partial(early_type, num_microbatches=num_microbatches)
+        )
         stages: list[Any] = [
-            self.stage_type(
+            make(
                 self.traffic,
                 module,
                 module.stage,
@@ -304,6 +302,7 @@ class Pipeline:
         ]
         if self._schedule_name in ZERO_BUBBLE:
             self._keep_unsharded()
+        self._built_stages = stages
         return build_schedule(self._schedule_name, stages, num_microbatches, self._loss_per_valid_token)
 
     def _keep_unsharded(self) -> None:
@@ -327,8 +326,8 @@ class Pipeline:
     def _shared_loss(self) -> Tensor:
         """The loss is known to the last stage alone, elsewhere it is 0: the sum is the loss, to the bit."""
         self._feed.batches = ()
-        self.traffic.record("pp", "all_reduce", self._loss_sum.nbytes)
-        dist.all_reduce(self._loss_sum, group=self._group)
+        flight = self.traffic.begin("pp", "all_reduce", self._loss_sum.nbytes, self._group)
+        flown(lambda go_on: dist.all_reduce(self._loss_sum, group=self._group, async_op=go_on), flight)
         return self._loss_sum.clone()
 
     def _tied_embedding(self, decoder: Decoder) -> Embedding | None:

@@ -9,19 +9,23 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from drivetrain.engine.parallel.flights import Flights, flown_or_watched
+from drivetrain.engine.parallel.streams import let_streams_end
 from drivetrain.errors import EnvironmentFault
 
 __all__ = ["PendingSum", "ProcessGroup", "Ranks", "join"]
 
 _TEXT_BYTES = 4096
 _SETTLE_S = 0.1
+_FINISH_S = 5.0
+"""For which a rank that fails takes part in collectives that it has begun."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,15 @@ class PendingSum:
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The group of all ranks. Every method is free of communication when there is one rank."""
+    """The group of all ranks. Every method is free of communication when there is one rank.
+
+    Attributes:
+        ranks: this process among them.
+        flights: times of its collectives, as those of ``world``, once a step was begun in them.
+    """
 
     ranks: Ranks
+    flights: Flights = field(default_factory=Flights, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -104,12 +114,18 @@ class ProcessGroup:
     def start_sum(self, values: Sequence[int]) -> PendingSum:
         """Begin to sum whole numbers over the ranks, on the host, without touching the device."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
-        work = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
-        return PendingSum(tensor, work)
+        return PendingSum(tensor, self.sum_(tensor, async_op=True))
 
     def sum_(self, tensor: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
         """Sum ``tensor`` over the ranks in place, on its own device."""
-        return dist.all_reduce(tensor, async_op=async_op) if self.size > 1 else None
+        if self.size == 1:
+            return None
+        flight = None
+        if tensor.device.type == "cpu":
+            flight = self.flights.begin("world", "all_reduce", tensor.nbytes, dist.group.WORLD)
+        return flown_or_watched(
+            lambda go_on: dist.all_reduce(tensor, async_op=go_on), flight, async_op=async_op
+        )
 
     def maximum(self, value: float) -> float:
         """The largest of the ranks' values."""
@@ -123,6 +139,22 @@ class ProcessGroup:
         """Return when every rank has come here."""
         # A sum of host integers and not dist.barrier(): with two backends that one picks the device's.
         self.start_sum([0]).wait()
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank, on every rank; of any length. Bytes travel, no object is rebuilt."""
+        if self.size == 1:
+            return [text]
+        encoded = text.encode()
+        longest = int(self.maximum(float(len(encoded))))
+        # The length travels in front: a text may end in anything.
+        own = torch.zeros(longest + 8, dtype=torch.uint8)
+        own[: len(encoded) + 8] = torch.tensor(
+            [*len(encoded).to_bytes(8, "little"), *encoded], dtype=torch.uint8
+        )
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own)
+        received = [bytes(one.tolist()) for one in found]
+        return [one[8 : 8 + int.from_bytes(one[:8], "little")].decode() for one in received]
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's text on every rank (cut at 4 KiB of UTF-8). Bytes travel, no object is rebuilt."""
@@ -175,6 +207,12 @@ def join(ranks: Ranks, device_type: str, timeout_minutes: float) -> Iterator[Pro
         ) from error
     try:
         yield ProcessGroup(ranks)
+    except BaseException:
+        # Collectives in levels are handed over by streams, after this thread has gone on. The other ranks hand over the
+        # same: those that this rank has begun come to an end, while of half of them nobody would be let go. The others
+        # then wait for what this rank never begins, and learn from its end that it has gone.
+        let_streams_end(_FINISH_S)
+        raise
     finally:
         # A gloo thread that has just finished a collective needs the interpreter lock to drop what it holds.
         # Taking the group down joins that thread *with* the lock held, and torch 2.13 then waits for ever (seen

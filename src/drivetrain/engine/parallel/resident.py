@@ -18,8 +18,14 @@ step counts. Besides:
 * stages 0 and 1 keep the memory of their gradients, the buckets, from step to step; with ``reduce_each_micro_batch`` a
   second N b lives during the step;
 * stages 2 and 3 without ``reduce_each_micro_batch`` keep whole gradients, N b, until the last micro-batch's backward;
+* in the first step gradients are whole on every rank until backward has ended, at stage 2 too, unless they are reduced
+  with each micro-batch: the order in which they come decides what travels together;
 * at stage 2, two buckets that are reduced have buffers of their own size; at stages 1 and 2, so have two that are
-  gathered; at stage 3 the gathered parameters of a block, and those outside of blocks, live while they are used.
+  gathered, and with ``overlap_param_gather`` all of them between the update and their first use, when neither
+  activations nor whole gradients of stage 2 live;
+* gradients that travel in bf16 have a copy in bf16 of each bucket under way, and what arrives of it;
+* at stage 3 the gathered parameters of a block, and those outside of blocks, live while they are used; with
+  ``prefetch_blocks`` those of so many more, and two buffers of gradients that travel.
 """
 
 from collections.abc import Sequence

@@ -18,31 +18,56 @@ mask of the whole tensor, as one process would, and takes its part. On a CPU mas
 torch draws those of attention inside its kernels, and there they are another sample of the same distribution.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drivetrain.config.model import ModelConfig
+from drivetrain.engine.model.attention import Attention
 from drivetrain.engine.model.decoder import Block, Decoder
 from drivetrain.engine.model.dropout import Dropout
 from drivetrain.engine.model.linear import Linear
+from drivetrain.engine.model.mlp import GELUMLP, SwiGLUMLP
 from drivetrain.engine.model.norm import LayerNorm, RMSNorm
+from drivetrain.engine.model.operators import UsesOperators
+from drivetrain.engine.ops import gate_up_product, qkv_product
+from drivetrain.engine.ops.selection import Selection
 from drivetrain.engine.parallel.collectives import Group, copied, gathered, scattered, summed
+from drivetrain.engine.parallel.fused_calls import FusedCalls
 from drivetrain.engine.parallel.mesh import Mesh
 from drivetrain.engine.parallel.placement import Placement, Shard, even_shard
+from drivetrain.engine.parallel.symmetric_layers import SymmetricColumns, symmetric_row_product
+from drivetrain.engine.parallel.symmetric_memory import SymmetricMemory
+from drivetrain.engine.parallel.tensor_parallel_overlap import (
+    WHOLE,
+    Chunks,
+    ColumnParallelLinears,
+    Together,
+    row_parallel_product,
+)
 from drivetrain.engine.parallel.traffic import Traffic
 from drivetrain.engine.parallel.vocabulary_parallel import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["tensor_parallel"]
 
 _DIM = "tp"
+_QUERY_KEY_VALUE = Together(qkv_product.OPERATOR, ("query", "key", "value"))
+_GATE_UP = Together(gate_up_product.OPERATOR, ("gate", "up"))
 
 
 def tensor_parallel(
-    decoder: Decoder, mesh: Mesh, sequence_parallel: bool, traffic: Traffic
+    decoder: Decoder,
+    mesh: Mesh,
+    sequence_parallel: bool,
+    traffic: Traffic,
+    chunks: Chunks = WHOLE,
+    *,
+    async_input_gradient: bool = False,
+    fused_calls: FusedCalls | None = None,
 ) -> Mapping[str, Placement]:
     """Spread ``decoder`` over the ranks of ``mesh``'s dimension "tp", in place.
 
@@ -55,6 +80,11 @@ def tensor_parallel(
             tokens in each batch must be divisible by the size of the group, and hidden states outside of the
             matrices, those that enter and leave a part of the model too, are (T / size, D).
         traffic: where the payload of every collective is counted, under "tp".
+        chunks: into how many the collectives of a layer are cut.
+        async_input_gradient: whether the gradient of what enters matrices travels while those of the weights are
+            computed; in chunks it does in any case.
+        fused_calls: where calls of torch's fused operators over symmetric memory are counted, which then do what enters
+            and leaves the matrices of blocks; needs ``sequence_parallel`` and no chunks. None: they are not used.
 
     Returns:
         The placement of each parameter of ``decoder``, by name.
@@ -64,9 +94,17 @@ def tensor_parallel(
         return {name: Placement(tuple(value.shape)) for name, value in decoder.named_parameters()}
     group = Group(_DIM, process_group, mesh.size(_DIM), mesh.index(_DIM), traffic)
     _check(decoder.model, group.size)
-    return _Spreading(
-        decoder, group, _key_value_replicas(decoder.model, mesh, group), sequence_parallel
-    ).placements
+    replicas = _key_value_replicas(decoder.model, mesh, group)
+    memory = None
+    if fused_calls is not None:
+        assert sequence_parallel, "the fused operators gather and scatter rows"
+        assert chunks == WHOLE, "the fused operators cut the rows themselves"
+        fused_calls.blocks = len(decoder.blocks)
+        memory = SymmetricMemory(group, fused_calls)
+    spreading = _Spreading(
+        decoder, group, replicas, sequence_parallel, chunks, memory, async_input_gradient=async_input_gradient
+    )
+    return spreading.placements
 
 
 def _check(model: ModelConfig, size: int) -> None:
@@ -88,7 +126,7 @@ def _key_value_replicas(model: ModelConfig, mesh: Mesh, group: Group) -> Group |
     return Group(_DIM, replicas, count, place, group.traffic)
 
 
-class ParallelNorm(nn.Module):
+class ParallelNorm(UsesOperators, nn.Module):
     """A norm whose output enters matrices that are spread over ranks, or whose input is a rank's share."""
 
     def __init__(
@@ -98,40 +136,80 @@ class ParallelNorm(nn.Module):
         super().__init__()
         self.weight = norm.weight
         self.bias = norm.bias if isinstance(norm, LayerNorm) else None
+        # Not as a module: parameters keep the names they have in the whole model.
         self._normalise: Callable[..., Tensor] = norm.normalise
+        self._add_and_normalise: Callable[..., tuple[Tensor, Tensor]] = norm.add_and_normalise
+        self._take_operators = norm.take_operators
         self._sum_over = sum_over
         self._enter = enter
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) to the same shape; under sequence parallelism (T / ranks, D) to (T, D)."""
-        parameters: list[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
-        if self._sum_over is not None:
-            parameters = [copied(value, self._sum_over) for value in parameters]
-        out = self._normalise(x, *parameters)
+        out = self._normalise(x, *self._parameters_here())
         return out if self._enter is None else self._enter(out)
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``forward`` of ``x + residual``, and that sum, which stays a rank's share."""
+        out, total = self._add_and_normalise(x, residual, *self._parameters_here())
+        return out if self._enter is None else self._enter(out), total
 
-class RowParallelLinear(nn.Module):
+    def take_operators(self, selection: Selection) -> None:
+        """The norm computes by ``selection``."""
+        self._take_operators(selection)
+
+    def _parameters_here(self) -> list[Tensor]:
+        parameters: list[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
+        if self._sum_over is None:
+            return parameters
+        return [copied(value, self._sum_over) for value in parameters]
+
+
+class RowParallelLinear(UsesOperators, nn.Module):
     """A linear layer cut by input features: each rank has a summand of the output. The bias is added to the sum."""
 
-    def __init__(self, linear: Linear, group: Group, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self,
+        linear: Linear,
+        group: Group,
+        *,
+        sequence_parallel: bool,
+        chunks: int = 1,
+        memory: SymmetricMemory | None = None,
+    ) -> None:
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.chunks = chunks
+        self.memory = memory
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, own input features) to (T, output features); under sequence parallelism to (T / ranks, ...)."""
-        summand = F.linear(x, self.weight.to(x.dtype))
-        out = scattered(summand, self.group) if self.sequence_parallel else summed(summand, self.group)
+        out = self._sum(x)
         if self.bias is None:
             return out
         bias = copied(self.bias, self.group) if self.sequence_parallel else self.bias
         return out + bias.to(x.dtype)
 
+    def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The weight in ``dtype``; the bias is no part of a summand."""
+        return self.weight.to(dtype), None
 
-class SharedColumnsLinear(nn.Module):
+    def _sum(self, x: Tensor) -> Tensor:
+        if self.memory is not None:
+            fused: Tensor = symmetric_row_product(x, self, self.memory)
+            return fused
+        if self.chunks > 1:
+            chunked: Tensor = row_parallel_product(
+                x, self, self.group, self.chunks, sequence_parallel=self.sequence_parallel
+            )
+            return chunked
+        summand = self.product(x, *self.operands(x.dtype))
+        return scattered(summand, self.group) if self.sequence_parallel else summed(summand, self.group)
+
+
+class SharedColumnsLinear(UsesOperators, nn.Module):
     """A linear layer that several ranks hold alike and whose output each uses for heads of its own."""
 
     def __init__(self, linear: Linear, replicas: Group) -> None:
@@ -142,9 +220,12 @@ class SharedColumnsLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) to (T, output features)."""
-        weight = copied(self.weight, self.replicas)
-        bias = None if self.bias is None else copied(self.bias, self.replicas).to(x.dtype)
-        return F.linear(x, weight.to(x.dtype), bias)
+        return self.product(x, *self.operands(x.dtype))
+
+    def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in ``dtype``, whose gradients are summed over those that hold them."""
+        weight = copied(self.weight, self.replicas).to(dtype)
+        return weight, None if self.bias is None else copied(self.bias, self.replicas).to(dtype)
 
 
 class PositionsOfOwnTokens(nn.Module):
@@ -187,11 +268,22 @@ class _Spreading:
     """The replacement of modules, and the placements that result."""
 
     def __init__(
-        self, decoder: Decoder, group: Group, replicas: Group | None, sequence_parallel: bool
+        self,
+        decoder: Decoder,
+        group: Group,
+        replicas: Group | None,
+        sequence_parallel: bool,
+        chunks: Chunks,
+        memory: SymmetricMemory | None,
+        *,
+        async_input_gradient: bool,
     ) -> None:
         self.group = group
         self.replicas = replicas
         self.sequence_parallel = sequence_parallel
+        self.chunks = chunks
+        self.memory = memory
+        self.async_input_gradient = async_input_gradient
         self._cut: dict[nn.Parameter, Placement] = {}
         model = decoder.model
         for block in decoder.blocks.values():
@@ -219,10 +311,18 @@ class _Spreading:
         for name in ("gate", "up"):
             if hasattr(mlp, name):
                 self._columns(getattr(mlp, name))
-        self._rows(attention, "output")
-        self._rows(mlp, "down")
-        for name in ("attention_norm", "mlp_norm"):
-            self._norm_into_matrices(block, name)
+        self._rows(attention, "output", self.chunks.output)
+        self._rows(mlp, "down", self.chunks.down)
+        queries_keys_values = (attention.query, attention.key, attention.value)
+        self._enter_matrices(
+            block, "attention_norm", attention, queries_keys_values, _QUERY_KEY_VALUE, self.chunks.qkv
+        )
+        if isinstance(mlp, SwiGLUMLP):
+            entered: tuple[nn.Module, ...] = (mlp.gate, mlp.up)
+            together: Together | None = _GATE_UP
+        else:
+            entered, together = (mlp.up,), None
+        self._enter_matrices(block, "mlp_norm", mlp, entered, together, self.chunks.gate_up)
         for name in ("after_attention", "after_mlp"):
             self._dropout(block, name)
         if block.attention_dropout:
@@ -250,6 +350,27 @@ class _Spreading:
 
     def _norm_into_matrices(self, parent: nn.Module, name: str) -> None:
         self._norm(parent, name, sum_over=self.group if self.sequence_parallel else None, enter=self._enter)
+
+    def _enter_matrices(
+        self,
+        block: Block,
+        norm: str,
+        owner: Attention | SwiGLUMLP | GELUMLP,
+        matrices: Sequence[nn.Module],
+        together: Together | None,
+        chunks: int,
+    ) -> None:
+        """From the output of ``norm`` to that of ``matrices``, which ``owner`` has."""
+        if self.memory is None and chunks == 1 and not self.async_input_gradient:
+            self._norm_into_matrices(block, norm)
+            return
+        self._norm(block, norm, sum_over=self.group if self.sequence_parallel else None, enter=None)
+        if self.memory is not None:
+            owner.joint_products = SymmetricColumns(matrices, self.memory)
+            return
+        owner.joint_products = ColumnParallelLinears(
+            matrices, together, self.group, chunks, sequence_parallel=self.sequence_parallel
+        )
 
     def _norm(
         self, parent: nn.Module, name: str, sum_over: Group | None, enter: Callable[[Tensor], Tensor] | None
@@ -282,13 +403,19 @@ class _Spreading:
         if linear.bias is not None:
             self._replace_parameter(linear, "bias", shard)
 
-    def _rows(self, parent: nn.Module, name: str) -> None:
+    def _rows(self, parent: nn.Module, name: str, chunks: int) -> None:
         """Cut by input features."""
         linear = getattr(parent, name)
         assert isinstance(linear, Linear)
         shard = even_shard(_DIM, 1, linear.weight.shape, self.group.index, self.group.size)
         self._replace_parameter(linear, "weight", shard)
-        row_parallel = RowParallelLinear(linear, self.group, sequence_parallel=self.sequence_parallel)
+        row_parallel = RowParallelLinear(
+            linear,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            chunks=chunks,
+            memory=self.memory,
+        )
         _replace(parent, name, row_parallel)
 
     def _replace_parameter(self, owner: nn.Module, name: str, shard: Shard) -> nn.Parameter:

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from drivetrain.engine.model.loss import (
+from drivetrain.engine.model.loss import OutputHead
+from drivetrain.engine.ops._in_place_cross_entropy import (
     LOGITS_PER_CHUNK,
     LOGITS_PER_CHUNK_ELSEWHERE,
-    OutputHead,
     product_gradients,
+    scaled_mask,
 )
 from drivetrain.engine.parallel.collectives import Group, joined, scattered, summed
 
@@ -60,7 +61,8 @@ class VocabularyParallelHead(OutputHead):
     def cross_entropy_sum(
         self, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, mask_T: Tensor
     ) -> Tensor:
-        """As :func:`drivetrain.engine.model.loss.linear_cross_entropy_sum`, with labels of the whole vocabulary."""
+        """As :func:`drivetrain.engine.ops._in_place_cross_entropy.linear_cross_entropy_sum`, with labels of the whole
+        vocabulary."""
         needs_gradient = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
         loss: Tensor = _VocabularyParallelCrossEntropySum.apply(  # type: ignore[no-untyped-call]
             *product_gradients(hidden_TD, weight_VD),
@@ -70,6 +72,7 @@ class VocabularyParallelHead(OutputHead):
             mask_T,
             self.offset,
             self.group,
+            1.0 if self.gradient_scale is None else self.gradient_scale,
             needs_gradient,
         )
         return loss
@@ -102,8 +105,10 @@ class _VocabularyParallelCrossEntropySum(torch.autograd.Function):
         mask_T: Tensor,
         offset: int,
         group: Group,
+        gradient_scale: float,
         needs_gradient: bool,
     ) -> Tensor:
+        ctx.gradient_scale = gradient_scale
         logits_TV = F.linear(hidden_TD, weight_VD)
         tokens, columns = logits_TV.shape
         sum_dtype = torch.promote_types(logits_TV.dtype, torch.float32)
@@ -133,7 +138,7 @@ class _VocabularyParallelCrossEntropySum(torch.autograd.Function):
                 held_C1 = held_T[chunk, None].to(sum_dtype)
                 probabilities_CV.scatter_add_(1, own_T[chunk, None], -held_C1)
                 # Nobody else sees these logits: their memory holds their gradient from here on.
-                logits_TV[chunk] = probabilities_CV.mul_(mask_T[chunk, None])
+                logits_TV[chunk] = probabilities_CV.mul_(scaled_mask(mask_T[chunk, None], gradient_scale))
             ctx.save_for_backward(logits_TV)
         return loss
 
@@ -141,5 +146,5 @@ class _VocabularyParallelCrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_TV,) = ctx.saved_tensors
-        factor = loss_gradient.to(gradient_TV.dtype)
-        return gradient_TV, factor, gradient_TV, factor, *[None] * 7
+        factor = loss_gradient / ctx.gradient_scale
+        return gradient_TV, factor, gradient_TV, factor, *[None] * 8

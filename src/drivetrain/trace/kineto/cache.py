@@ -34,7 +34,7 @@ __all__ = [
     "store",
 ]
 
-READER_VERSION: Final = 1
+READER_VERSION: Final = 2
 """Goes up with every change of what the reader makes of the same file."""
 
 _SCHEMA: Final = 1

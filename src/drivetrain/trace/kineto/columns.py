@@ -238,6 +238,7 @@ class ColumnBuilder:
         self._store(
             external_id=np.where(external == -1, external_2021, external),
             correlation=self._integers([one.correlation for one in arguments]),
+            sequence=self._integers([one.sequence for one in arguments]),
             device=self._device(records, arguments),
             stream=[-1 if one.stream is None else streams[one.stream] for one in arguments],
             bytes=self._payload(records, arguments),

@@ -18,6 +18,7 @@ class Arguments(msgspec.Struct, gc=False):
 
     external_id: Text = msgspec.field(default=-1, name="External id")
     external_id_2021: Text = msgspec.field(default=-1, name="external id")
+    sequence: Text = msgspec.field(default=-1, name="Sequence number")
     correlation: Text = -1
     device: Text = -1
     stream: Text = None
@@ -26,6 +27,10 @@ class Arguments(msgspec.Struct, gc=False):
     group_description: Text = msgspec.field(default=None, name="Process Group Description")
     elements: Text = msgspec.field(default=-1, name="In msg nelems")
     dtype: Text = None
+    address: Text = msgspec.field(default=-1, name="Addr")
+    """Of a block of memory that was allocated or freed; so are the next two."""
+    allocated_bytes: Text = msgspec.field(default=0, name="Bytes")
+    device_type: Text = msgspec.field(default=-1, name="Device Type")
     name: Text = None
     """Of ``process_name`` metadata records."""
     input_dims: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input Dims")

@@ -3,7 +3,16 @@
 A backend that cannot serve a mask refuses, and the refusal names those that can. docs/ops-attention.md has the matrix.
 """
 
-from drivetrain.engine.ops.attention import dense, eager, flash_attn, flex, triton_launch
+from drivetrain.engine.ops.attention import (
+    dense,
+    eager,
+    flash_attn,
+    flex,
+    npu,
+    products,
+    transformer_engine,
+    triton_launch,
+)
 from drivetrain.engine.ops.attention.cases import cases
 from drivetrain.engine.ops.attention.mask import CAUSAL, FULL, Alignment, Documents, Dropout, Mask
 from drivetrain.engine.ops.attention.registered import attention_chunked, attention_triton
@@ -27,6 +36,13 @@ OPERATOR = Operator(
             eager.supports,
             ran_on=("cpu",),
             kernels=("scaled_dot_product_flash_attention", "scaled_dot_product_attention"),
+        ),
+        Backend(
+            "products",
+            products.attention,
+            products.supports,
+            ran_on=("cpu",),
+            kernels=("_AttentionByProducts",),
         ),
         Backend("dense", dense.attention, serves_all, ran_on=("cpu",), kernels=("softmax",)),
         Backend(
@@ -57,6 +73,10 @@ OPERATOR = Operator(
             library=f"flash_attn {flash_attn.installed() or '(not installed; mapped to the arguments of 2.8.3)'}",
             kernels=("flash_fwd", "flash_bwd"),
         ),
+        transformer_engine.BACKEND,
+        npu.BACKEND,
     ),
     factor=FACTOR,
+    # Measured where products.supports says so; its page has the times.
+    untuned={"cpu": ("products", "eager")},
 )

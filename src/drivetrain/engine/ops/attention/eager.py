@@ -6,8 +6,6 @@ window, nothing larger than window times document. Against
 one S x S mask over packed documents the gradients were found equal to the bit, and the time a multiple less.
 """
 
-from itertools import groupby
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,10 +13,16 @@ from torch import Tensor
 from drivetrain.engine.ops.attention.bias_columns import MOST_KEYS, with_bias_columns
 from drivetrain.engine.ops.attention.call import check_call, crosses, mask_of, softmax_scale, zeros
 from drivetrain.engine.ops.attention.mask import CAUSAL, Mask, Span
+from drivetrain.engine.ops.attention.padding import (
+    frequent_length,
+    generates_code_for_each_length,
+    padded,
+)
 from drivetrain.engine.ops.attention.pattern import Pattern, pattern_of
+from drivetrain.engine.ops.attention.runs import by_documents
 from drivetrain.engine.ops.signature import Signature
 
-__all__ = ["LEAST_QUERIES", "attention", "refuses", "supports"]
+__all__ = ["LEAST_QUERIES", "attention", "refuses", "run", "supports"]
 
 LEAST_QUERIES = 256
 """Under a window, queries are cut into blocks of its length, but no shorter ones: each block is a call."""
@@ -45,36 +49,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL, scale: float
     """
     scale = softmax_scale(q, scale)
     if mask.documents is not None:
-        out: Tensor = _by_documents(q, k, v, mask, scale)
+        out: Tensor = by_documents(q, k, v, mask, scale, run)
         return out
-    return _run(q, k, v, check_call(q, k, v, mask), mask, scale)
+    return run(q, k, v, check_call(q, k, v, mask), mask, scale)
 
 
-# Traced, the borders would be constants of a graph, and each packing would compile another.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_documents(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    spans = check_call(q, k, v, mask)
-    runs = [list(run) for _, run in groupby(spans, lambda span: (span.queries, span.keys, span.prefix))]
-    if len(runs) == 1 and spans[-1].last_q == len(q) and spans[-1].last_k == len(k):
-        return _run(q, k, v, runs[0], mask, scale)
-    # split, not slices: its backward is one concatenation instead of a zero-filled tensor per document.
-    queries = torch.split(q, [*(len(run) * run[0].queries for run in runs), len(q) - spans[-1].last_q])
-    keys, values = (
-        torch.split(x, [*(len(run) * run[0].keys for run in runs), len(x) - spans[-1].last_k]) for x in (k, v)
-    )
-    pieces = zip(queries, keys, values, runs, strict=False)
-    outs = [_run(q_run, k_run, v_run, run, mask, scale) for q_run, k_run, v_run, run in pieces]
-    return torch.cat([*outs, torch.zeros_like(queries[-1])])
-
-
-def _run(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, run: list[Span], mask: Mask, scale: float) -> Tensor:
-    """``run``: documents of equal lengths, the only ones among these tokens."""
-    documents, span = len(run), run[0]
+def run(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, spans: list[Span], mask: Mask, scale: float) -> Tensor:
+    """``spans``: documents of equal lengths, the only ones among these tokens."""
+    documents, span = len(spans), spans[0]
     if span.queries == 0 or span.keys == 0:
         return zeros(q_THK, k_TGK, v_TGK)
-    q, k, v = (x.reshape(documents, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
     pattern = pattern_of(mask, span)
     rows, columns = range(span.queries), range(span.keys)
+    by_document = [x.unflatten(0, (documents, -1)) for x in (q_THK, k_TGK, v_TGK)]
+    if mask.dropout is None and generates_code_for_each_length(q_THK.dtype, q_THK.device):
+        length = frequent_length(span.queries)
+        if span.queries == span.keys and _causal_alone(pattern, range(length)):
+            by_document = [padded(x, length) for x in by_document]
+            rows = columns = range(length)
+    q, k, v = (x.transpose(1, 2) for x in by_document)
     block = max(pattern.window, LEAST_QUERIES)
     if pattern.window == 0 or _causal_alone(pattern, rows) or span.queries <= block:
         out = _rectangle(q, k, v, pattern, rows, columns, mask, scale)
@@ -86,7 +79,7 @@ def _run(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, run: list[Span], mask: Mas
             k_block, v_block = (x[:, :, columns.start : columns.stop] for x in (k, v))
             outs.append(_rectangle(q_block, k_block, v_block, pattern, rows, columns, mask, scale))
         out = torch.cat(outs, dim=2)
-    return out.transpose(1, 2).flatten(0, 1)
+    return out[:, :, : span.queries].transpose(1, 2).flatten(0, 1)
 
 
 def _rectangle(

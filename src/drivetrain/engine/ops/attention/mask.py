@@ -57,6 +57,7 @@ class Documents:
         borders_q, borders_k: the same as numbers.
         crosses: whether a document has not as many keys as queries.
         keyless: whether a document has queries and no keys.
+        equal: whether all have as many queries and as many keys: whole sequences.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Documents:
         lengths = list(zip(_lengths(self.borders_q), _lengths(self.borders_k), strict=True))
         self.crosses = any(queries != keys for queries, keys in lengths)
         self.keyless = any(queries > 0 and keys == 0 for queries, keys in lengths)
+        self.equal = len(set(lengths)) == 1
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], lengths_k: Sequence[int] | None = None) -> "Documents":
@@ -117,8 +119,8 @@ class Mask:
     and the weights are its softmax over the keys that are seen. Positions count from 0 in each document; p = i, or as
     ``alignment`` says. A query that sees no key gives 0, and its gradients are 0.
 
-    Two masks are equal where every backend decides alike about them: borders, prefix lengths, slopes and seeds are
-    values, as the elements of a tensor are.
+    Two masks are equal where every backend decides alike about them, and what is fastest was measured alike: borders,
+    prefix lengths, slopes and seeds are values, as the elements of a tensor are.
 
     Attributes:
         causal: a query at position p sees keys j ≤ p. False: all.
@@ -208,7 +210,10 @@ class Mask:
 
     def _facts(self) -> Hashable:
         documents = self.documents
-        return (*self.kinds, documents is not None and (documents.crosses, documents.keyless))
+        return (
+            *self.kinds,
+            documents is not None and (documents.crosses, documents.keyless, documents.equal),
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mask) and self._facts() == other._facts()

@@ -1,0 +1,74 @@
+"""What backward needs is computed again instead of being kept: memory is bought with time."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.catalogue.entry import Optimisation
+from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.config.stages import ZERO_BUBBLE
+from drivetrain.measure.account import Account
+from drivetrain.measure.optimisation import Evidence, Observation
+
+__all__ = ["ENTRY"]
+
+_FIELD = "memory.recompute_granularity"
+_MODULES = "memory.recompute_modules"
+_SPAN = "drivetrain/recompute/"
+"""Begins the name of the region in which a forward pass is repeated; what is repeated follows."""
+_CHEAP = "core_attn,mlp_act,norm"
+"""All that is repeated without a product with weights."""
+_OF_OTHERS = ("recompute_method", "recompute_num_layers", "recompute_modules", "budget_bytes")
+
+
+def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
+    parallelism = config.parallelism
+    halves = parallelism.pipeline_model_parallel_size > 1 and parallelism.pipeline_schedule in ZERO_BUBBLE
+    if config.memory.recompute_granularity != "none" or halves:
+        return None
+    if config.fusion.compile:
+        return {_FIELD: "full"}
+    return {_FIELD: "selective", _MODULES: _CHEAP}
+
+
+def _off(config: RunConfig) -> Mapping[str, Any]:
+    given = {f"memory.{name}": None for name in _OF_OTHERS if getattr(config.memory, name) is not None}
+    return {_FIELD: "none", **given}
+
+
+def _evidence(config: RunConfig, seen: Observation, _account: Account | None) -> Evidence:
+    found = {
+        name.removeprefix(_SPAN): count.calls for name, count in seen.ranges.items() if name.startswith(_SPAN)
+    }
+    if found:
+        repeated = ", ".join(f"{calls} x {name}" for name, calls in sorted(found.items()))
+        return Evidence("shown", f"forward passes were repeated: {repeated}")
+    if "drivetrain/forward" not in seen.ranges and "drivetrain/pipeline" not in seen.ranges:
+        return Evidence("unknown", "no forward pass was recorded in the window")
+    if config.memory.recompute_granularity == "budget":
+        return Evidence("unknown", "nothing was repeated, which is right where everything fits the budget")
+    return Evidence("absent", "forward passes were recorded, and none was repeated")
+
+
+ENTRY = Optimisation(
+    name="recompute",
+    summary="backward computes layers, or parts of them, again instead of keeping what it needs of them",
+    sources=(
+        "Chen et al. 2016, arXiv:1604.06174",
+        "Korthikanti et al. 2022, arXiv:2205.05198",
+        "Megatron-LM, --recompute-granularity",
+        "MaxText, remat policies",
+    ),
+    field=_FIELD,
+    requested=lambda config: config.memory.recompute_granularity != "none",
+    on=_on,
+    off=_off,
+    numerics="exact",
+    # It costs time; what it gives is memory, for a larger batch say.
+    treats=(),
+    relieves=("activations",),
+    evidence=_evidence,
+    evidence_rule=(
+        "shown: regions of repeated forward passes in the window; absent: forward passes without any; unknown where a "
+        "budget may have left nothing to repeat"
+    ),
+)

@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 # Processes that share the tests, a file at a time. Each test may start processes of its own.
 WORKERS ?= 2
 
-.PHONY: demo test test-long lint bench docs clean
+.PHONY: demo test test-long test-exhaustive lint bench docs clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'Drivetrain needs Python 3.11 or newer; set PYTHON=python3.11')"
@@ -29,10 +29,14 @@ demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long and not exhaustive"
 
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m long
+
+# The whole of what the other two sample: before a release.
+test-exhaustive: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m exhaustive
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

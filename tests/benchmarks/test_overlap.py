@@ -144,10 +144,19 @@ def test_a_part_that_fails_leaves_what_was_finished_before_it(
     assert [one["claim"] for one in json.loads(capsys.readouterr().out)["claims"]] == ["first"]
 
 
-@pytest.mark.long
+IN_MINUTES = ("account", "chunks", "weak")
+"""Parts whose shortest form takes a minute or more."""
+
+
 @pytest.mark.timeout(1800)  # it may have to wait for the labs of other tests
 @pytest.mark.usefixtures("only_labs_here")
-@pytest.mark.parametrize("part", list(overlap.PARTS))
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=pytest.mark.exhaustive if part in IN_MINUTES else pytest.mark.long)
+        for part in overlap.PARTS
+    ],
+)
 def test_every_part_runs_in_a_lab_and_prints_one_document(part: str, tmp_path: Path) -> None:
     reason = missing(tmp_path)
     if reason is not None:

@@ -230,22 +230,34 @@ def test_the_command_line_refuses_steps_without_a_comparison_and_torchrun(tiny: 
     assert not tiny.runs.exists()
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "layout",
     [
-        ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true"),
-        ("parallelism.pipeline_model_parallel_size=2", "model.num_layers=2"),
-        ("parallelism.data_parallel_size=2", "parallelism.zero_stage=3"),
-        ("parallelism.data_parallel_size=2", "precision.params_dtype=bf16"),
+        pytest.param(
+            ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true"),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            ("parallelism.pipeline_model_parallel_size=2", "model.num_layers=2"), marks=pytest.mark.long
+        ),
+        pytest.param(
+            ("parallelism.data_parallel_size=2", "parallelism.zero_stage=3"), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            ("parallelism.data_parallel_size=2", "precision.params_dtype=bf16"),
+            marks=pytest.mark.exhaustive,
+        ),
         # GPT-2 of Hugging Face: packed and transposed tensors in a checkpoint.
-        (
-            "parallelism.tensor_model_parallel_size=2",
-            "model.normalization=LayerNorm",
-            "model.position_embedding_type=learned_absolute",
-            "model.activation_func=gelu",
-            "model.add_bias_linear=true",
+        pytest.param(
+            (
+                "parallelism.tensor_model_parallel_size=2",
+                "model.normalization=LayerNorm",
+                "model.position_embedding_type=learned_absolute",
+                "model.activation_func=gelu",
+                "model.add_bias_linear=true",
+            ),
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -137,13 +137,27 @@ def test_triton_kernels_are_as_near_to_float64_as_the_reference() -> None:
     calls = []
     for name in TRITON:
         for number, case in enumerate(operator_named(name).cases()):
-            # All cases in one dtype each, in turn, and gradients of one layout each: all pairs are in the long test.
+            # All cases in one dtype each, in turn, and gradients of one layout each: more are in the long test.
             if case.name not in ("many rows", "long rows"):
                 calls.append((name, case.name, DTYPES[number % 3], LAYOUTS[number // 3 % 3]))
     assert interpreted(calls) == []
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_kernels_pass_every_pair_of_case_dtype_and_layout(name: str) -> None:
+    calls = [
+        (name, case.name, dtype, LAYOUTS[(number + place) % 3])
+        for number, case in enumerate(operator_named(name).cases())
+        for place, dtype in enumerate(DTYPES)
+        # The interpreter takes a row at a time: these in one dtype.
+        if case.name not in ("many rows", "long rows") or place == number % 3
+    ]
+    assert len({(dtype, upstream) for _, _, dtype, upstream in calls}) == len(DTYPES) * len(LAYOUTS)
+    assert interpreted(calls) == []
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("upstream", LAYOUTS)
 @pytest.mark.parametrize("name", TRITON)

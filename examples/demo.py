@@ -56,6 +56,9 @@ def tuned() -> dict[str, Any]:
     )
     print("\nWhere the time of the plain configuration went\n", flush=True)
     drivetrain("account", found["baseline"]["run"])
+    baseline = (found["saved"] or {"profiles": {}})["profiles"].get("baseline")
+    if baseline is not None and baseline["answer"] != "alike":
+        print("\nThis account does not stand for the runs that were measured; the ladder below says why.")
     print("\nThe ladder\n", flush=True)
     drivetrain("tune", "--replay", found["tune"])
     return found
@@ -93,6 +96,8 @@ def main() -> None:
             f"\nchanges kept: {len(kept)}; {speed_up['ratio']:.2f}x the speed of the plain configuration (95% interval "
             f"{speed_up['low']:.2f} to {speed_up['high']:.2f}); gate of the whole: {tune['final_gate']['verdict']}"
         )
+        if tune["saved"]["withheld"] is not None:
+            print(f"What the account says was saved is withheld: {tune['saved']['withheld']}")
         print(f"The final configuration, with a comment on each change: {config}")
     else:
         print(

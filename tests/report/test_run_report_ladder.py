@@ -107,6 +107,19 @@ def test_totals_say_only_what_the_document_says() -> None:
     assert totals({}) == ()
 
 
+def test_what_the_account_says_was_saved_is_shown_with_its_chance_or_with_why_it_is_withheld() -> None:
+    saved = tune_document()["saved"]
+    chance = dict(totals({"saved": {**saved, "account_chance_seconds": 0.012, "withheld": None}}))
+    assert (
+        chance["the same by the account's classes"]
+        == "196.0 ms, by chance alone up to 12.0 ms off (+1.6% of what was measured)"
+    )
+    nothing = {"account_seconds_per_step": None, "deviation": None, "withheld": "another machine; tune again"}
+    without = dict(totals({"saved": {**saved, **nothing}}))
+    assert without["the same by the account's classes"] == "withheld: another machine; tune again"
+    assert without["saved, each step"] == chance["saved, each step"]
+
+
 def test_the_bars_are_the_step_times_of_what_was_kept_to_scale() -> None:
     rungs = step_time_rungs(tune_document())
     assert [(rung.label, round(rung.step_s, 9)) for rung in rungs] == [

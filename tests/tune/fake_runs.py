@@ -134,11 +134,15 @@ class FakeRunner:
         account = {"ranks": [{"rank": 0, "whole": whole, "steps": [step, {**step, "step": 2}]}]}
         window = {"first": 1, "last": 2, "name_table": "1", "account": account}
         write_json(attempt.run / "account.json", {"schema": 1, "windows": [window]})
-        document = {
-            "training": attempt.summary,
-            "overhead": {"mean_step_s_plain": sum(classes.values()) / 1e9 / OVERHEAD},
-        }
+        document = {"training": attempt.summary, "overhead": self.calibration(changed)}
         return Attempt("finished", attempt.run, "", attempt.elapsed_s, document)
+
+    def calibration(self, config: RunConfig) -> dict[str, Any]:
+        """What a profile's event ``profile_overhead`` says of its steps without the profiler."""
+        return {
+            "mean_step_s_plain": sum(self.model(config).values()),
+            "num_plain": config.training.train_iters,
+        }
 
     def step_s(self, config: RunConfig, step: int, step_s: float) -> float:
         """Seconds of one step; all alike unless a test says otherwise."""
@@ -169,6 +173,8 @@ class FakeRunner:
                 tags = ["warmup"] if step <= 2 else []
                 seconds = self.step_s(config, step, step_s)
                 writer.log_metrics(step, {"time/step_s": seconds * (3 if tags else 1)}, tags)
+            if verb == "profile":
+                writer.event("window", what="profile_overhead", **self.calibration(config))
             path = writer.path
         summary = {
             "run": str(path),

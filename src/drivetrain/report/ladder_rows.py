@@ -238,15 +238,24 @@ def device_hours_in_words(seconds: float) -> str:
     return f"{seconds / 3600:.3g} device-hours"
 
 
+def _by_account(saved: Mapping[str, Any]) -> str | None:
+    if saved.get("withheld"):
+        return f"withheld: {saved['withheld']}"
+    if saved.get("account_seconds_per_step") is None:
+        return None
+    words = f"{1000 * float(saved['account_seconds_per_step']):,.1f} ms"
+    chance, deviation = saved.get("account_chance_seconds"), saved.get("deviation")
+    words += "" if chance is None else f", by chance alone up to {1000 * float(chance):,.1f} ms off"
+    return words + ("" if deviation is None else f" ({100 * float(deviation):+.1f}% of what was measured)")
+
+
 def _saved(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if saved.get("seconds_per_step") is not None:
         found.append(("saved, each step", f"{1000 * float(saved['seconds_per_step']):,.1f} ms"))
-    if saved.get("account_seconds_per_step") is not None:
-        words = f"{1000 * float(saved['account_seconds_per_step']):,.1f} ms"
-        deviation = saved.get("deviation")
-        words += "" if deviation is None else f" ({100 * float(deviation):+.1f}% of what was measured)"
-        found.append(("the same by the account's classes", words))
+    by_account = _by_account(saved)
+    if by_account is not None:
+        found.append(("the same by the account's classes", by_account))
     for key, label in (
         ("device_hours_per_run", "saved, the whole run"),
         ("device_hours_per_million_steps", "saved, a million steps"),

@@ -13,7 +13,7 @@ from drivetrain.errors import DrivetrainError
 from drivetrain.tune.gate import Verdict
 from drivetrain.tune.gate_runs import run_gate
 from drivetrain.tune.ladder_cost import Costs
-from drivetrain.tune.ladder_records import Profile, Rung, profiled
+from drivetrain.tune.ladder_records import Profile, Rung, plain_steps_of, profiled
 from drivetrain.tune.ladder_settings import LadderSettings
 from drivetrain.tune.pieces import Journal, Meter
 from drivetrain.tune.short_run import as_override
@@ -113,7 +113,11 @@ class Bench:
         result = self.journal.do(key, work)
         _require_finished(name, result)
         self.costs.learn_profile(self.journal.cost_of(key)[0])
-        return Profile(**{key: value for key, value in result.items() if key != "outcome"})
+        fields = {key: value for key, value in result.items() if key != "outcome"}
+        if "plain_steps" not in fields:
+            # Kept by a version that had no use for them.
+            fields.update(plain_steps_of(Path(fields["run"])))
+        return Profile(**fields)
 
     def trial(
         self, name: str, parent: Rung, file: Path, config: RunConfig, *, entry: str | None = None

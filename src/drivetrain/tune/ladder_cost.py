@@ -55,6 +55,11 @@ class Costs:
             steps = min(max(wanted, _FEWEST_STEPS), _MOST_STEPS)
         return TrialSettings(steps=steps, looks=self._settings.looks)
 
+    @property
+    def of_profile(self) -> float:
+        """A profile: the longest so far."""
+        return self._profile_s
+
     def of_trial(self, config: RunConfig) -> float:
         """A trial up to its first look."""
         measured = self.trial_settings(self._step_s).steps

@@ -10,8 +10,10 @@ from drivetrain.archive.account_file import MeanStep, mean_step_of
 from drivetrain.archive.reader import open_run
 from drivetrain.catalogue import Optimisation
 from drivetrain.config import RunConfig, leaf_values, to_toml, tokens_per_step
+from drivetrain.errors import RunError
 from drivetrain.measure.optimisation import OptimisationRecord
 from drivetrain.tune.moves import Change
+from drivetrain.tune.profile_state import ProfileState
 from drivetrain.tune.short_run import as_override
 from drivetrain.tune.trial import why_without_effect
 
@@ -27,6 +29,7 @@ __all__ = [
     "final_toml",
     "in_words",
     "mean_step_seconds",
+    "plain_steps_of",
     "profiled",
     "saved",
     "step_seconds",
@@ -50,6 +53,8 @@ class Profile:
             not be measured.
         steps_s: all steps of that run together, in seconds.
         inactive: requested entries that were not put into effect, or that the profiled steps refute, with the reason.
+        mean_plain_step_s: mean of that run's steps without the profiler, in seconds; None where there were none.
+        plain_steps: how many those were.
     """
 
     run: str
@@ -59,6 +64,8 @@ class Profile:
     overhead: float | None
     steps_s: float
     inactive: Mapping[str, str]
+    mean_plain_step_s: float | None = None
+    plain_steps: int | None = None
 
     @property
     def plain_s(self) -> dict[str, float]:
@@ -191,6 +198,28 @@ def profiled(run: Path, document: Mapping[str, Any]) -> dict[str, Any]:
         "overhead": _overhead(mean, document.get("overhead") or {}),
         "steps_s": float((training.get("wall") or {}).get("steps_s") or 0.0),
         "inactive": {one.name: why_without_effect(one) for one in records if one.without_effect},
+        **_plain_steps(document.get("overhead") or {}),
+    }
+
+
+def plain_steps_of(run: Path) -> dict[str, Any]:
+    """``mean_plain_step_s`` and ``plain_steps`` of a profile's run, by its own events.
+
+    For results that were kept before these two were among them. Both are None where the run does not say: it is gone,
+    or damaged.
+    """
+    try:
+        events = [one for one in open_run(run).events() if one.get("what") == "profile_overhead"]
+    except RunError:
+        events = []
+    return _plain_steps(events[-1] if events else {})
+
+
+def _plain_steps(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    mean, number = calibration.get("mean_step_s_plain"), calibration.get("num_plain")
+    return {
+        "mean_plain_step_s": None if mean is None else float(mean),
+        "plain_steps": None if number is None else int(number),
     }
 
 
@@ -208,6 +237,8 @@ def saved(
     final_step_s: float,
     steps: int,
     world_size: int,
+    states: Sequence[ProfileState],
+    withheld: str | None,
 ) -> dict[str, Any]:
     """What the kept changes save: measured in the final trial, and by the time that went from the account's classes.
 
@@ -220,28 +251,47 @@ def saved(
             are means, as the account's classes are: a median leaves out what few slow steps cost.
         steps: of the whole run.
         world_size: devices.
+        states: of the two profiles.
+        withheld: why the account says nothing of what was saved; None: it does.
     """
-    before, after = baseline.plain_s, final.plain_s
-    classes = {
-        name: before.get(name, 0.0) - after.get(name, 0.0) for name in dict.fromkeys([*before, *after])
-    }
-    measured, by_account = parent_step_s - final_step_s, math.fsum(classes.values())
-    rule = (
-        "seconds_per_step: baseline less final, means over the steps of their blocks; account: every class of the mean "
-        "profiled step, baseline less final, each over the mean profiled step by the mean step of the same run without "
-        "the profiler"
+    measured = parent_step_s - final_step_s
+    by_account: dict[str, Any] = dict.fromkeys(
+        ("account_seconds_per_step", "account_chance_seconds", "deviation", "classes")
     )
-    if not baseline.overhead or not final.overhead:
-        rule += ", which could not be measured everywhere: 1 was taken"
+    if withheld is None:
+        before, after = baseline.plain_s, final.plain_s
+        classes = {
+            name: before.get(name, 0.0) - after.get(name, 0.0) for name in dict.fromkeys([*before, *after])
+        }
+        seconds = math.fsum(classes.values())
+        by_account = {
+            "account_seconds_per_step": seconds,
+            "account_chance_seconds": _chance_seconds(states),
+            "deviation": seconds / measured - 1 if measured else None,
+            "classes": {name: value for name, value in classes.items() if value},
+        }
     return {
         "seconds_per_step": measured,
-        "account_seconds_per_step": by_account,
-        "deviation": by_account / measured - 1 if measured else None,
+        **by_account,
         "device_hours_per_run": measured * steps * world_size / 3600,
         "device_hours_per_million_steps": measured * 1e6 * world_size / 3600,
-        "classes": {name: value for name, value in classes.items() if value},
-        "rule": rule,
+        "rule": _SAVED_RULE,
+        "withheld": withheld,
     }
+
+
+_SAVED_RULE = (
+    "seconds_per_step: baseline less final, means over the steps of their blocks; account: every class of the mean "
+    "profiled step, baseline less final, each over the mean profiled step by the mean step of the same run without "
+    "the profiler; withheld where those steps lie outside the prediction interval of the trial's blocks; chance: half "
+    "widths of both intervals, as the root of the sum of their squares"
+)
+
+
+def _chance_seconds(states: Sequence[ProfileState]) -> float:
+    """How far two profiles of the trial's machine may move the account's sum, in seconds."""
+    expected = [state.expected for state in states]
+    return math.hypot(*((one.high_s - one.low_s) / 2 for one in expected if one is not None))
 
 
 def final_toml(final: RunConfig, kept: Sequence[Kept]) -> str:

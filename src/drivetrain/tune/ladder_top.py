@@ -10,7 +10,9 @@ from drivetrain.measure.statistics import least_effect
 from drivetrain.tune.candidates import illegal
 from drivetrain.tune.gate import TIERS
 from drivetrain.tune.ladder_bench import Bench
+from drivetrain.tune.ladder_profiles import Profiles, withheld
 from drivetrain.tune.ladder_records import (
+    BASELINE_FILE,
     FINAL_FILE,
     Kept,
     Rung,
@@ -124,21 +126,32 @@ class Top:
             self._view.findings.append(f"the final configuration is withdrawn, {why}")
             self._bench.say(f"withdrawn, {why}")
             return
+        profiles = Profiles(self._bench, trial)
+        baseline = profiles.of("baseline", self._baseline, "A")
+        own = profiles.of("final configuration", final, "B")
+        self._view.findings += profiles.findings
+        if baseline.profile is not self._baseline.profile:
+            self._view.baseline = baseline.profile.to_document(BASELINE_FILE)
         seconds = {side: step_seconds(trial, side) for side in "AB"}
         self._view.speed_up = {key: trial["measured"][key] for key in ("ratio", "low", "high")}
         self._view.final = {
-            **final.profile.to_document(FINAL_FILE),
+            **own.profile.to_document(FINAL_FILE),
             "step_s": seconds["B"],
             "tokens_per_second": tokens_per_step(final.config) / seconds["B"],
         }
-        self._view.saved = saved(
-            self._baseline.profile,
-            final.profile,
-            parent_step_s=mean_step_seconds(trial, "A"),
-            final_step_s=mean_step_seconds(trial, "B"),
-            steps=self._baseline.config.training.train_iters,
-            world_size=self._bench.settings.world_size,
-        )
+        self._view.saved = {
+            **saved(
+                baseline.profile,
+                own.profile,
+                parent_step_s=mean_step_seconds(trial, "A"),
+                final_step_s=mean_step_seconds(trial, "B"),
+                steps=self._baseline.config.training.train_iters,
+                world_size=self._bench.settings.world_size,
+                states=(baseline.state, own.state),
+                withheld=withheld([baseline, own]),
+            ),
+            "profiles": {"baseline": baseline.to_document(), "final": own.to_document()},
+        }
         text = final_toml(final.config, self._kept)
         write_text(self._bench.folder / FINAL_FILE, text)
 

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.cli.memory_command import run_memory
 from drivetrain.config import LaunchFacts, RunConfig, load_config
 from drivetrain.diagnose.memory_advice import suggestions
+from drivetrain.engine.dry_run_processes import Failure
+from drivetrain.engine.memory import predict_ranks as prediction
 from drivetrain.engine.memory.predict import predict_memory
+from drivetrain.errors import DrivetrainError
+from drivetrain.measure.memory import CATEGORIES, MemoryByCategory, timeline_of
 from drivetrain.report.memory_figure import memory_svg
 from drivetrain.report.memory_text import bytes_words, memory_text
 from runs_on_the_spot import Tiny
@@ -131,6 +136,47 @@ def test_an_impossible_configuration_is_bad_input(tiny: Tiny) -> None:
     done = tiny.run("memory", str(tiny.file), "--ranks", "4")
     assert done.returncode == 2
     assert "the nearest to 4 is 0" in done.stderr
+
+
+def held(rank: int) -> MemoryByCategory:
+    """A prediction of 100 bytes of each category."""
+    each = dict.fromkeys(CATEGORIES, 100)
+    return MemoryByCategory(
+        rank=rank,
+        world_size=2,
+        source="predicted",
+        peak_bytes=100 * len(CATEGORIES),
+        at_peak=each,
+        own_peaks=each,
+        phase="backward",
+        peak_after="aten.mm",
+        by_layer={},
+        timeline=timeline_of("allocations", [(0.0, "forward", tuple(each.values()))], 1.0),
+        not_counted=(),
+    )
+
+
+def test_a_rank_without_a_prediction_is_named_and_the_answer_is_no(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def show(answers: dict[int, MemoryByCategory | Failure], figure: Path | None = None) -> int:
+        monkeypatch.setattr(prediction, "predict_ranks", lambda *_, **__: answers)
+        return run_memory(
+            str(tiny.file), (), num_processes=2, ranks="0,1", measure=False, figure=figure, as_json=True
+        )
+
+    assert show({0: held(0), 1: held(1)}) == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == []
+    figure = tiny.folder / "figure.svg"
+    assert show({0: Failure("it ended with signal 9"), 1: held(1)}, figure) == 1
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert document["failed"] == [{"rank": 0, "error": "it ended with signal 9", "traceback": None}]
+    assert [one["predicted"] is None for one in document["ranks"]] == [True, False]
+    assert "rank 0 has no prediction: it ended with signal 9" in shown.err
+    assert ElementTree.parse(figure).getroot().tag.endswith("svg")
+    with pytest.raises(DrivetrainError, match="rank 1: it ended"):
+        show({0: Failure("so did this"), 1: Failure("it ended with signal 9")})
 
 
 def test_suggestions_come_from_the_catalogue_and_from_layouts() -> None:

@@ -47,6 +47,9 @@ def memory(
     must have been profiled with profiler.profile_memory=true; what was measured is shown beside what its configuration
     lets expect, and both are written to its memory.json.
 
+    Exit code 0: every rank is shown; 1: a rank has no prediction, or the run did not finish; 2: bad input, or no rank
+    can be shown.
+
     Example: drivetrain memory llama-10m training.micro_batch_size=8 --figure memory.svg
     """
     from drivetrain.cli.memory_command import run_memory

@@ -63,21 +63,28 @@ def run_memory(
     if ranks is not None:
         shown = _chosen(parse_ranks(ranks, world_size), shown, of_run=run is not None)
     predicted, failures = _predicted(config, world_size, shown, step or 1)
-    if not predicted and not measured:
-        raise DrivetrainError("; ".join(f"rank {rank}: {why}" for rank, why in sorted(failures.items())))
-    for rank, why in sorted(failures.items()):
-        print(f"rank {rank} has no prediction: {why}", file=sys.stderr)
+    for rank, failure in sorted(failures.items()):
+        print(f"rank {rank} has no prediction: {failure.error}", file=sys.stderr)
+        if failure.traceback:
+            print(failure.traceback, file=sys.stderr)
+    known = [rank for rank in shown if rank in predicted or rank in measured]
+    if not known:
+        raise DrivetrainError(
+            "; ".join(f"rank {rank}: {one.error}" for rank, one in sorted(failures.items()))
+        )
     launch = LaunchFacts(world_size=world_size)
-    document = _document(shown, predicted, measured, config, launch, step)
-    _write(run, figure, document, shown, predicted, measured)
+    document = _document(shown, predicted, measured, failures, config, launch, step)
+    _write(run, figure, document, known[0], predicted, measured)
+    # What was asked for is not all there, as in `check --dry-run`.
+    code = 1 if failures else 0
     if as_json:
         show_document(document)
-        return 0
-    for rank in shown:
+        return code
+    for rank in known:
         print(memory_text(predicted.get(rank), measured.get(rank)))
     for line in _advice(_of_first(shown, predicted, measured), config, launch):
         print(line)
-    return 0
+    return code
 
 
 def _refuse_no_place(figure: Path | None) -> None:
@@ -168,7 +175,7 @@ def _chosen(ranks: Sequence[int], known: Sequence[int], *, of_run: bool) -> list
 
 def _predicted(
     config: RunConfig, world_size: int, ranks: Sequence[int], step: int
-) -> tuple[dict[int, MemoryByCategory], dict[int, str]]:
+) -> tuple[dict[int, MemoryByCategory], dict[int, "Failure"]]:
     """The predictions, and why there is none of some ranks."""
     from drivetrain.engine.memory.predict_ranks import predict_ranks
 
@@ -180,14 +187,8 @@ def _predicted(
 
     answers = predict_ranks(config, world_size, ranks, documents, progress=progress)
     predicted = {rank: one for rank, one in answers.items() if isinstance(one, MemoryByCategory)}
-    failures = {rank: _why(one) for rank, one in answers.items() if not isinstance(one, MemoryByCategory)}
+    failures = {rank: one for rank, one in answers.items() if not isinstance(one, MemoryByCategory)}
     return predicted, failures
-
-
-def _why(failure: "Failure") -> str:
-    if failure.traceback:
-        print(failure.traceback, file=sys.stderr)
-    return failure.error
 
 
 def _documents(
@@ -219,6 +220,7 @@ def _document(
     shown: Sequence[int],
     predicted: Mapping[int, MemoryByCategory],
     measured: Mapping[int, MemoryByCategory],
+    failures: Mapping[int, "Failure"],
     config: RunConfig,
     launch: LaunchFacts,
     step: int | None,
@@ -246,6 +248,10 @@ def _document(
         "schema": SCHEMA,
         "step": step,
         "ranks": ranks,
+        "failed": [
+            {"rank": rank, "error": failure.error, "traceback": failure.traceback}
+            for rank, failure in sorted(failures.items())
+        ],
         "suggestions": [one.to_document() for one in advice],
     }
 
@@ -254,11 +260,10 @@ def _write(
     run: Run | None,
     figure: Path | None,
     document: Mapping[str, Any],
-    shown: Sequence[int],
+    first: int,
     predicted: Mapping[int, MemoryByCategory],
     measured: Mapping[int, MemoryByCategory],
 ) -> None:
-    first = shown[0]
     known = [one for one in (predicted.get(first), measured.get(first)) if one is not None]
     places = [figure] if figure is not None else []
     if run is not None:

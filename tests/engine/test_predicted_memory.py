@@ -3,9 +3,11 @@
 import gc
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
 
 from drivetrain.archive.profile_windows import newest_window
 from drivetrain.archive.reader import Run
@@ -14,6 +16,7 @@ from drivetrain.engine.data.corpus import ensure_corpus
 from drivetrain.engine.data.prepare import prepare
 from drivetrain.engine.memory.measured import fragmentation_of, resident_memory
 from drivetrain.engine.memory.predict import predict_memory
+from drivetrain.engine.memory.predict_count import LayerNames, StorageLog
 from drivetrain.engine.memory.predict_ranks import documents_of_step, predict_ranks
 from drivetrain.measure.memory import CATEGORIES, MemoryByCategory, deviations
 from drivetrain.trace.memory import read_memory
@@ -125,6 +128,33 @@ def test_what_is_predicted_is_measured_and_a_class_that_is_dropped_shows(tiny: T
     for dropped in ("parameters", "optimizer", "gradients", "activations"):
         wrong = predict_memory(config, documents=documents, left_out=frozenset({dropped}))
         assert dropped in outside(wrong, measured), f"nobody notices that {dropped} are missing"
+
+
+def test_gradients_that_meet_take_what_they_take_where_nothing_watches() -> None:
+    """As those of an embedding that is the output matrix too: torch adds the second to the first."""
+    weight = torch.ones(100_000, requires_grad=True)
+    factors = torch.ones(2, 100_000)
+
+    def step() -> None:
+        ((weight * factors[0]).sum() + (weight * factors[1]).sum()).backward()
+
+    log = StorageLog(LayerNames())
+    with log:
+        step()
+    mine = [change.delta for change in log.changes if not change.storage.existed]
+    weight.grad = None
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        step()
+    events = profile.profiler.kineto_results.events()
+    allocator = [
+        one.nbytes()
+        for one in sorted(events, key=lambda one: int(one.start_ns()))
+        if one.name() == "[memory]"
+    ]
+    watched, unwatched = max(accumulate(mine)), max(accumulate(allocator))
+    assert watched == pytest.approx(unwatched, abs=1000)
 
 
 @pytest.mark.long

@@ -28,6 +28,9 @@ __all__ = ["Change", "LayerNames", "Storage", "StorageLog"]
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 """Namespaces of the operators that hand tensors to other ranks."""
 
+_WRAPPERS = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
+"""Files with frames between the operator's caller and a mode."""
+
 
 @dataclass
 class Storage:
@@ -177,7 +180,8 @@ def _holders_of_one() -> tuple[int, int]:
 def _called_by_engine() -> bool:
     """Whether the operator that is watched was called by autograd, and by no Python code of a function's backward."""
     frame = sys._getframe(3)
-    while frame.f_back is not None and frame.f_code.co_filename.endswith("eval_frame.py"):
+    # Modes are left out of torch.compile, by two wrappers of torch's own.
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
     return frame.f_code.co_name == "_engine_run_backward"
 

@@ -5,6 +5,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,9 +21,11 @@ from drivetrain.engine.data.inspection import inspect_corpus
 from drivetrain.engine.data.opening import open_data
 from drivetrain.engine.data.prepare import prepare
 from drivetrain.engine.data.progress import Progress
+from drivetrain.engine.data.remote import inputs
 from drivetrain.engine.data.remote.cache import RemoteCache, key_of
 from drivetrain.engine.data.remote.inputs import bring_corpus, bring_input
-from drivetrain.engine.data.remote.store import RemoteFile, Retries, Store, is_url
+from drivetrain.engine.data.remote.refusals import what_to_set
+from drivetrain.engine.data.remote.store import Refused, RemoteFile, Retries, Store, is_url
 from drivetrain.engine.data.remote.transfer import bring
 from drivetrain.errors import DataError, EnvironmentFault
 from drivetrain.measure.corpora import transform_key
@@ -211,6 +214,13 @@ def test_a_list_of_checksums_is_held_against_what_comes(
         bring_corpus(URL, cache)
     remote.put(where, f"\n{right}  ./mine.bin\n{'1' * 64}  something else\n".encode())
     bring_corpus(URL, cache).close()
+    remote.put(where, f"{'1' * 64}  a\n{'1' * 64}  a\n".encode())
+    said: list[Progress] = []
+    bring_corpus(URL, cache, said.append).close()
+    assert any("names none of the files that are wanted: it verifies nothing" in one.phase for one in said)
+    remote.put(where, f"{right}  mine.bin\n{'1' * 64}  mine.bin\n".encode())
+    with pytest.raises(DataError, match=r"line 2: another SHA-256 of 'mine\.bin' was given before"):
+        bring_corpus(URL, cache)
     remote.put(where, b"no list\n")
     with pytest.raises(DataError, match="line 1: expected a SHA-256 and a name, found 'no list'"):
         bring_corpus(URL, cache)
@@ -464,15 +474,148 @@ def test_wrong_urls_are_said_by_name(remote: Remote, cache: RemoteCache, tmp_pat
     brought.close()
 
 
+class _Answered(OSError):
+    """As libraries of protocols raise it: with the status of an answer."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status}, message='...'")
+        self.status = status
+
+
+class NoCredentialsError(Exception):
+    """Named as botocore names it."""
+
+
+def _as_fsspec_says_of_http(path: str, status: int) -> FileNotFoundError:
+    error = FileNotFoundError(path)
+    error.__cause__ = _Answered(status)
+    return error
+
+
+REFUSALS = [
+    PermissionError("Access Denied"),
+    NoCredentialsError("Unable to locate credentials"),
+    _Answered(403),
+    *(_as_fsspec_says_of_http("/x", status) for status in (401, 403, 407)),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=repr)
+@pytest.mark.parametrize("bring_it", [bring_corpus, bring_input])
+def test_what_the_store_refuses_is_not_missing(
+    remote: Remote,
+    cache: RemoteCache,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: Exception,
+    bring_it: Callable[..., Any],
+) -> None:
+    remote.put("/bucket/corpora/mine", b"text")
+
+    def info(*_: object, **__: object) -> None:
+        raise refusal
+
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    with pytest.raises(
+        Refused, match=r"looking for .* is refused \(.*give its credentials as FSSPEC_MEMORY_"
+    ):
+        bring_it(URL, cache, retries=remote.retries)
+    assert remote.waits == [], "the same answer would come again"
+
+
+def test_a_file_that_may_be_looked_for_and_not_read_is_refused(remote: Remote, cache: RemoteCache) -> None:
+    remote.put("/bucket/a.txt", b"text")
+    remote.faults = [_Answered(403)]
+    with pytest.raises(Refused, match=r"reading /bucket/a.txt from byte 0 on is refused \(_Answered: 403"):
+        bring_input("memory://bucket/a.txt", cache, retries=remote.retries)
+
+
+def test_answers_that_stay_the_same_are_not_waited_for(remote: Remote, cache: RemoteCache) -> None:
+    remote.put("/bucket/a.txt", b"text")
+    remote.faults = [_Answered(429), _Answered(503), _Answered(416)]
+    with pytest.raises(EnvironmentFault, match=r"from byte 0 on is not possible: _Answered: 416"):
+        bring_input("memory://bucket/a.txt", cache, retries=remote.retries)
+    assert remote.waits == [0.5, 1.0]
+
+
+def test_lists_that_a_store_refuses_are_taken_as_not_there_and_said_so(
+    remote: Remote, cache: RemoteCache, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.put_corpus(prefix)
+    genuine = MemoryFileSystem.info
+
+    def info(files: Any, path: str, **keywords: Any) -> Any:
+        if not files.exists(path):
+            # As a bucket answers whose files may be read, and not listed.
+            raise PermissionError("Forbidden")
+        return genuine(files, path, **keywords)
+
+    monkeypatch.setattr(
+        MemoryFileSystem, "exists", lambda files, path: files._strip_protocol(path) in files.store
+    )
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    said: list[Progress] = []
+    bring_corpus(URL, cache, said.append).close()
+    (one,) = [one.phase for one in said if "cannot be looked for" in one.phase]
+    assert all(name in one for name in ("mine.meta.json", "tokenizer.json", "SHA256SUMS", "mine.sha256"))
+    remote.files.rm_file("/bucket/corpora/mine.bin")
+    with pytest.raises(Refused, match=r"looking for /bucket/corpora/mine\.bin is refused"):
+        bring_corpus(URL, RemoteCache(cache.folder.parent / "other", LARGE))
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("s3://b/x", "AWS_PROFILE"),
+        ("gcs://b/x", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("abfs://b/x", "AZURE_STORAGE_ACCOUNT_KEY"),
+        ("https://h/x", 'FSSPEC_HTTPS=\'{"client_kwargs"'),
+        ("simplecache::s3://b/x", "AWS_PROFILE"),
+        ("https://h/x?signature=withheld", "expired"),
+        ("webdav://h/x", "FSSPEC_WEBDAV_"),
+    ],
+)
+def test_a_refusal_says_what_to_set(url: str, advice: str) -> None:
+    assert advice in what_to_set(url)
+
+
+def test_where_versions_are_not_told_nothing_is_pieced_together(remote: Remote, tmp_path: Path) -> None:
+    remote.put("/big", b"a" * 3000)
+    store = Store("memory://big", remote.retries)
+    known = store.file(store.path)
+    assert known is not None
+    file = replace(known, versioned=False)
+    target, notes = tmp_path / "big", tmp_path / "notes"
+    remote.faults = [1000, *[ConnectionError("cut")] * 4]
+    with pytest.raises(EnvironmentFault):
+        bring(store, file, target, notes, None, lambda _: None, part_bytes=1000)
+    remote.reads.clear()
+    bring(store, file, target, notes, None, lambda _: None, part_bytes=1000)
+    assert [start for _, start in remote.reads] == [0, 1000, 2000]
+
+
+def test_a_store_that_tells_sizes_alone_is_said_so(
+    remote: Remote, cache: RemoteCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.put("/bucket/a.txt", b"text")
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda *_, **__: {"name": "/bucket/a.txt", "size": 4, "type": "file"}
+    )
+    monkeypatch.setattr(inputs, "_checksums", lambda *_: {})
+    said: list[Progress] = []
+    bring_input("memory://bucket/a.txt", cache, said.append).close()
+    assert any("tells sizes alone of a.txt" in one.phase for one in said)
+
+
 class _Site(BaseHTTPRequestHandler):
     """Pages of folders, and files, without parts of files."""
 
     pages: ClassVar[dict[str, bytes]] = {}
+    codes: ClassVar[dict[str, int]] = {}
 
     def do_GET(self) -> None:
         path = self.path if self.path in self.pages else f"{self.path}/"
         if path not in self.pages:
-            self.send_error(404)
+            self.send_error(self.codes.get(self.path, 404))
             return
         self.send_response(200 if path == self.path else 301)
         self.send_header("Location", path)
@@ -538,6 +681,29 @@ def test_a_web_server_that_does_not_answer_is_no_missing_file(cache: RemoteCache
     with pytest.raises(EnvironmentFault, match="failed 3 times, the last time with: ClientConnectorError"):
         bring_input("http://127.0.0.1:9/x.txt", cache, retries=retries)
     assert waits == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_web_server_that_refuses_is_said_so(
+    cache: RemoteCache, site: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Site, "codes", {"/in/secret.txt": status, "/in/secret.txt?sig=SECRET": status})
+    waits: list[float] = []
+    retries = Retries(attempts=3, sleep=waits.append)
+    with pytest.raises(Refused, match=rf"is refused \(.*{status}.*FSSPEC_HTTP=.*DRIVETRAIN_SIGNED_URLS"):
+        bring_input(f"{site}/in/secret.txt", cache, retries=retries)
+    with pytest.raises(Refused, match="wrong or has expired") as caught:
+        bring_input(f"{site}/in/secret.txt?sig=SECRET", cache, retries=retries)
+    assert "SECRET" not in str(caught.value)
+    assert not waits
+
+
+def test_a_signed_address_of_one_file_is_read(cache: RemoteCache, site: str) -> None:
+    _Site.pages["/in/signed.txt?X-Amz-Signature=a/b"] = b"signed"
+    brought = bring_input(f"{site}/in/signed.txt?X-Amz-Signature=a/b", cache, retries=Retries(attempts=1))
+    assert brought.path.name == "signed.txt"
+    assert brought.path.read_bytes() == b"signed"
+    brought.close()
 
 
 def test_a_web_server_without_parts_of_files_is_said_so(site: str, tmp_path: Path) -> None:

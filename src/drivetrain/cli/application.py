@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import typer
 import typer.core
 
+from drivetrain.addresses import take_secrets, withheld
 from drivetrain.errors import DrivetrainError
 
 __all__ = ["application", "main"]
@@ -98,10 +99,12 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     # As Ctrl-C, until a run is there to be saved: what was half done is cleaned up, and the exit code is 130.
     signal.signal(signal.SIGTERM, _interrupt)
+    # Before anything can show or record them.
+    take_secrets(sys.argv, os.environ)
     try:
         application()(standalone_mode=True)
     except DrivetrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {withheld(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

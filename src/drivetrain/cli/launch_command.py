@@ -242,6 +242,7 @@ def _config_file(source: str) -> Path:
 
 def _say(loaded: "LoadedConfig", added: Sequence[str], job: "Job", wishes: Wishes, path: Path) -> None:
     """What a user should know of the job before it starts, on stderr."""
+    from drivetrain.addresses import ADDRESS_VARIABLE, is_withheld
     from drivetrain.config import LaunchFacts, idle_fields, layout_of
     from drivetrain.config.blend import corpora_of
     from drivetrain.config.hosts import crossing_groups
@@ -259,6 +260,12 @@ def _say(loaded: "LoadedConfig", added: Sequence[str], job: "Job", wishes: Wishe
     for warning in crossing_groups(layout_of(loaded.config, job.world_size), job.per_node):
         print(f"warning: {warning}", file=sys.stderr)
     data = loaded.config.data.data_path
+    if data is not None and any(is_withheld(one.prefix) for one in corpora_of(data)):
+        print(
+            "note: data.data_path is signed, and the job file does not hold the signature: the job needs "
+            f"{ADDRESS_VARIABLE} in its environment",
+            file=sys.stderr,
+        )
     if job.container is not None and data is not None:
         mounts = [volume.path for volume in job.volumes]
         # What a URL names is brought by the job itself.

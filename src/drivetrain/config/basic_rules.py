@@ -6,8 +6,9 @@ so that one mistake gives one message.
 
 from collections.abc import Sequence
 
+from drivetrain.addresses import PASSWORD_ADVICE, holds_password
 from drivetrain.config import derive
-from drivetrain.config.blend import PASSWORD_ADVICE, blend_problem, holds_password, transform_paths
+from drivetrain.config.blend import blend_problem, transform_paths
 from drivetrain.config.nearest_values import around, closest, divisors
 from drivetrain.config.parallel_rules import PARALLEL_RULES
 from drivetrain.config.precision_rules import PRECISION_RULES

@@ -10,23 +10,16 @@ from drivetrain.config.training import DataConfig
 
 __all__ = [
     "BAKED",
-    "PASSWORD_ADVICE",
     "WeightedPath",
     "baked_with",
     "blend_problem",
     "corpora_of",
-    "holds_password",
     "transform_paths",
     "with_prefixes",
 ]
 
 BAKED = re.compile(r"(?P<source>.+)\.baked-(?P<key>[0-9a-f]{12})$")
 """Prefix of a corpus to whose documents a transform was applied, and of the one they come from."""
-_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
-PASSWORD_ADVICE = (
-    "it would be shown in messages and kept in records; give it in fsspec's configuration files or environment "
-    "variables, or as the protocol's own package reads it"
-)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?$", re.ASCII)
 
 
@@ -81,11 +74,6 @@ def blend_problem(data_path: str | None) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def holds_password(path: str) -> bool:
-    """Whether a URL in ``path`` is written with one, as ``https://name:password@host/x``."""
-    return _PASSWORD.search(path) is not None
 
 
 def with_prefixes(data_path: str, change: Callable[[str], str]) -> str:

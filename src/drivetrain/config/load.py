@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from drivetrain.addresses import ADDRESS_VARIABLE, holds_password, withheld
 from drivetrain.config.leaves import leaves, section_types
 from drivetrain.config.presets import preset_names, read_preset, unknown_preset
 from drivetrain.config.problems import describe, shown, unknown_field
@@ -77,6 +78,7 @@ def parse_config(text: str, where: str = _CONFIG_FILE) -> RunConfig:
 
 
 def _validate(draft: _Draft) -> RunConfig:
+    _refuse_signatures(draft)
     draft.values.setdefault("model", {})  # so that each missing field is named
     config = None
     try:
@@ -87,6 +89,20 @@ def _validate(draft: _Draft) -> RunConfig:
         # The cause is left out: a user has no use for the validator's own words.
         raise ConfigurationError(*draft.problems) from None
     return config
+
+
+def _refuse_signatures(draft: _Draft) -> None:
+    """A problem for each text that holds a signed address: all of a configuration is shown and recorded. Passwords are
+    refused by a rule."""
+    for section, values in draft.values.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if not isinstance(value, str) or holds_password(value) or withheld(value) == value:
+                continue
+            path = f"{section}.{name}"
+            draft.problems.append(
+                f"{path}{draft.origin(path)}: holds a signed address, whose signature would be recorded; keep the "
+                f"whole address in the environment variable {ADDRESS_VARIABLE} and write {withheld(value)}"
+            )
 
 
 def _read_source(source: str) -> _Draft:

@@ -5,6 +5,7 @@ import hashlib
 import tomlkit
 from tomlkit.items import Table
 
+from drivetrain.addresses import withheld
 from drivetrain.config.leaves import leaf_values
 from drivetrain.config.schema import RunConfig
 
@@ -17,7 +18,8 @@ FORMAT = 1
 def to_toml(config: RunConfig) -> str:
     """All leaves as TOML, in the schema's order; a leaf without value as the comment ``# name = none``.
 
-    Equal configurations give equal text, and ``load_config`` on the text gives the configuration back.
+    Equal configurations give equal text, and ``load_config`` on the text gives the configuration back; but the secret
+    of a signed address is left out of it (:func:`drivetrain.addresses.withheld`).
     """
     document = tomlkit.document()
     document.add("schema", tomlkit.item(FORMAT))
@@ -27,7 +29,7 @@ def to_toml(config: RunConfig) -> str:
         if value is None:
             table.add(tomlkit.comment(f"{leaf.name} = none"))
         else:
-            table.add(leaf.name, tomlkit.item(value))
+            table.add(leaf.name, tomlkit.item(withheld(value) if isinstance(value, str) else value))
     for section, table in tables.items():
         document.add(tomlkit.nl())
         document.add(section, table)

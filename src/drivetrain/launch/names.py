@@ -4,6 +4,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Sequence
 
+from drivetrain.addresses import ADDRESS_VARIABLE
 from drivetrain.errors import DrivetrainError
 from drivetrain.launch.quoting import require_text
 
@@ -148,6 +149,11 @@ def environment_of(pairs: Sequence[str]) -> dict[str, str]:
         if _SET_BY_OTHERS.fullmatch(name):
             raise DrivetrainError(
                 f"--env {name}: torchrun or the scheduler sets it in every process; drop it"
+            )
+        if name == ADDRESS_VARIABLE:
+            raise DrivetrainError(
+                f"--env {name}: the job file would hold the signatures; set it where the job is submitted (sbatch "
+                "passes it on), or from a Secret of the cluster"
             )
         if name in found:
             raise DrivetrainError(

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from drivetrain.addresses import withheld
 from drivetrain.config import DataConfig
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.fingerprint import combined_fingerprint
@@ -148,7 +149,7 @@ class BlendedCorpus(Corpus):
         )
         described = (f"{weight} {part.fingerprint}" for part, weight in zip(parts, weights, strict=True))
         return cls(
-            prefix=data_path,
+            prefix=withheld(data_path),
             reader=first.reader,
             meta=meta,
             tokenizer=with_tokenizer.tokenizer,

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from drivetrain.addresses import withheld
 from drivetrain.config import DataConfig
 from drivetrain.engine.data.corpus import Corpus
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
@@ -56,7 +57,7 @@ def inspect_corpus(
             found = inspect_corpus(brought.path, tokenizer_path, progress, vocab_size=vocab_size, split=split)
         finally:
             brought.close()
-        return {**found, "prefix": str(prefix)}
+        return {**found, "prefix": withheld(str(prefix))}
     corpus = Corpus.open(prefix, tokenizer_path, vocab_size=vocab_size, progress=progress)
     reader, meta = corpus.reader, corpus.meta
     all_lengths = reader.lengths()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from drivetrain.addresses import withheld
 from drivetrain.archive.atomic import write_fault, write_text
 from drivetrain.engine.data.encoding import Encoder
 from drivetrain.engine.data.gathering import gather
@@ -129,7 +130,7 @@ def prepare(
             tokenizer=given,
             vocab_size=DEFAULT_VOCABULARY if vocab_size is None and given is None else vocab_size,
             options=Options(json_key, eod_token, drop_duplicates, strict, workers),
-            described_as=tuple(map(str, inputs)),
+            described_as=tuple(withheld(str(one)) for one in inputs),
             skipped=skipped,
             progress=progress,
         )

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain.addresses import withheld
 from drivetrain.config import DataConfig
 from drivetrain.engine.data.progress import Progress, ProgressCallback
 from drivetrain.errors import EnvironmentFault
@@ -32,8 +33,8 @@ def remote_cache(folder: str | Path | None = None, num_bytes: int | None = None)
 
 
 def key_of(url: str) -> str:
-    """Name of the entry of a URL: 16 hexadecimal digits."""
-    return hashlib.sha256(url.encode()).hexdigest()[:16]
+    """Name of the entry of a URL, however it is signed: 16 hexadecimal digits."""
+    return hashlib.sha256(withheld(url).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

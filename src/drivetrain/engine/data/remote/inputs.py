@@ -11,7 +11,7 @@ from pathlib import Path
 from drivetrain.archive.atomic import write_fault, write_json
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
 from drivetrain.engine.data.remote.cache import Entry, RemoteCache
-from drivetrain.engine.data.remote.store import PATIENT, RemoteFile, Retries, Store
+from drivetrain.engine.data.remote.store import PATIENT, Refused, RemoteFile, Retries, Store
 from drivetrain.engine.data.remote.transfer import bring, is_here
 from drivetrain.errors import DataError, EnvironmentFault
 
@@ -71,10 +71,12 @@ def _brought(
     cache: RemoteCache,
     progress: ProgressCallback,
     retries: Retries,
-    files_of: Callable[[Store], Wanted],
+    files_of: Callable[["_Optional"], Wanted],
     kind: str,
 ) -> Brought:
     store = Store(url, retries, progress)
+    # However often an address is signed anew, it is the same.
+    url = store.url
     try:
         entry = cache.entry(url)
     except OSError as error:
@@ -97,7 +99,7 @@ def _fill(
     kind: str,
     cache: RemoteCache,
     progress: ProgressCallback,
-    files_of: Callable[[Store], Wanted],
+    files_of: Callable[["_Optional"], Wanted],
 ) -> None:
     """Bring what is not there, and remove what is not wanted any more; under the lock of the entry.
 
@@ -106,15 +108,31 @@ def _fill(
     """
     place = entry.folder / kind
     files, notes, whole = place / "files", place / "notes", place / "whole.json"
+    optional = _Optional(store)
     try:
-        wanted = files_of(store)
-        sums = _checksums(store, [name for _, name in wanted])
+        wanted = files_of(optional)
+        sums = _checksums(optional, [name for _, name in wanted], progress)
     except EnvironmentFault as error:
         # Somebody has brought all of it before, and nobody can tell whether it has changed.
         if not _all_here(place):
             raise
         progress(Progress(f"{error}; what was brought before is used"))
         return
+    if optional.refused:
+        progress(
+            Progress(
+                f"{store.url}: {', '.join(optional.refused)} cannot be looked for (the store refuses, as many do where "
+                "nothing is): taken as not there"
+            )
+        )
+    unversioned = [name for file, name in wanted if not file.versioned]
+    if unversioned:
+        progress(
+            Progress(
+                f"{store.url}: the store tells sizes alone of {', '.join(unversioned[:3])}: what was brought before is "
+                "used as long as they are the same"
+            )
+        )
     notes.mkdir(parents=True, exist_ok=True)
     names = [name for _, name in wanted]
     here = all(is_here(files / name, notes / _note(name), file) for file, name in wanted)
@@ -128,6 +146,29 @@ def _fill(
         bring(store, file, target, notes / _note(name), sums.get(name), progress)
     if not whole.exists():
         write_json(whole, {"url": store.url, "names": names})
+
+
+class _Optional:
+    """A store that is asked for files that need not be there: one that is refused is as good as absent.
+
+    Attributes:
+        refused: their names.
+        refusal: the first.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.refused: list[str] = []
+        self.refusal: Refused | None = None
+
+    def file(self, path: str) -> RemoteFile | None:
+        """As :meth:`Store.file`, None where the store refuses."""
+        try:
+            return self.store.file(path)
+        except Refused as error:
+            self.refused.append(path.rpartition("/")[2])
+            self.refusal = self.refusal or error
+            return None
 
 
 def _note(name: str) -> str:
@@ -179,17 +220,20 @@ def _parent(store: Store) -> str | None:
     return f"{protocol}{separator}{path.rpartition('/')[0]}" if "/" in path else None
 
 
-def _files_of_corpus(store: Store) -> Wanted:
+def _files_of_corpus(optional: _Optional) -> Wanted:
+    store = optional.store
     path, name = store.path.rstrip("/"), _name(store)
     if _parent(store) is None:
         index = tokens = None
     else:
-        index, tokens = store.file(f"{path}.idx"), store.file(f"{path}.bin")
+        index, tokens = optional.file(f"{path}.idx"), optional.file(f"{path}.bin")
     if index is None or tokens is None:
         if index is not None or tokens is not None:
+            if optional.refusal is not None:
+                raise optional.refusal
             missing = ".bin" if tokens is None else ".idx"
             raise DataError(f"{store.url}{missing} does not exist: an indexed corpus has both .bin and .idx")
-        wanted = _file_or_folder(store)
+        wanted = _file_or_folder(optional)
         # A folder may hold much else.
         tables = [one for one in wanted if one[1] == name or one[1].endswith((".parquet", ".arrow", ".json"))]
         if not any(one[1] == name or one[1].endswith((".parquet", ".arrow")) for one in tables):
@@ -197,29 +241,33 @@ def _files_of_corpus(store: Store) -> Wanted:
                 f"{store.url} is no corpus: there is no {name}.bin with an {name}.idx, and in the folder no .parquet "
                 "or .arrow; text becomes a corpus with `drivetrain data prepare`"
             )
-        return [*tables, *_beside(store)] if len(wanted) == 1 else tables
+        return [*tables, *_beside(optional)] if len(wanted) == 1 else tables
     wanted = [(tokens, f"{name}.bin"), (index, f"{name}.idx")]
     for suffix in BESIDE:
-        file = store.file(path + suffix)
+        file = optional.file(path + suffix)
         if file is not None:
             wanted.append((file, name + suffix))
-    return [*wanted, *_beside(store)]
+    return [*wanted, *_beside(optional)]
 
 
-def _beside(store: Store) -> Wanted:
+def _beside(optional: _Optional) -> Wanted:
     """The tokenizer in the same folder, where there is one."""
-    parent = _parent(store)
-    file = None if parent is None else store.file(f"{parent}/tokenizer.json")
+    parent = _parent(optional.store)
+    file = None if parent is None else optional.file(f"{parent}/tokenizer.json")
     return [] if file is None else [(file, "tokenizer.json")]
 
 
-def _file_or_folder(store: Store) -> Wanted:
+def _file_or_folder(optional: _Optional) -> Wanted:
+    store = optional.store
     path, name = store.path.rstrip("/"), _name(store)
     file = store.file(path)
     if file is not None:
         return [(file, name)]
     found = store.files_below(path)
     if not found:
+        # The files of a corpus may be there, where nobody may ask for them.
+        if optional.refusal is not None:
+            raise optional.refusal
         raise DataError(f"{store.url} does not exist, or holds nothing")
     inside = [(one, one.path.removeprefix(path).lstrip("/")) for one in found]
     for _, relative in inside:
@@ -228,8 +276,9 @@ def _file_or_folder(store: Store) -> Wanted:
     return [(one, f"{name}/{relative}") for one, relative in inside]
 
 
-def _checksums(store: Store, names: Sequence[str]) -> dict[str, str]:
+def _checksums(optional: _Optional, names: Sequence[str], progress: ProgressCallback) -> dict[str, str]:
     """SHA-256 of files by their names, as a list says: ``<path>.sha256``, or ``SHA256SUMS`` in the folder."""
+    store = optional.store
     path, name, parent = store.path.rstrip("/"), _name(store), _parent(store)
     found: dict[str, str] = {}
     # Names in the list of a folder begin in that folder, and ours in the one above.
@@ -237,9 +286,10 @@ def _checksums(store: Store, names: Sequence[str]) -> dict[str, str]:
     if parent is not None:
         lists = [(f"{parent}/{LIST_OF_FOLDER}", ""), *lists, (f"{path}.sha256", "")]
     for list_path, above in lists:
-        file = store.file(list_path)
+        file = optional.file(list_path)
         if file is None:
             continue
+        lines = 0
         if file.size > MOST_LIST_BYTES:
             raise DataError(f"{store.url}: {list_path} has {file.size:,} bytes and is no list of checksums")
         text = store.read(file, 0, file.size).decode("utf-8", "replace")
@@ -250,6 +300,16 @@ def _checksums(store: Store, names: Sequence[str]) -> dict[str, str]:
                     f"{store.url}: {list_path}, line {number}: expected a SHA-256 and a name, found {line[:80]!r}"
                 )
             if match is not None:
-                listed = match[2] if match[2] is not None else name
-                found[above + listed.removeprefix("./")] = match[1].lower()
+                listed = above + (match[2] if match[2] is not None else name).removeprefix("./")
+                if found.setdefault(listed, match[1].lower()) != match[1].lower():
+                    raise DataError(
+                        f"{store.url}: {list_path}, line {number}: another SHA-256 of {listed!r} was given before"
+                    )
+                lines += listed in names
+        if not lines:
+            progress(
+                Progress(
+                    f"{store.url}: {list_path} names none of the files that are wanted: it verifies nothing"
+                )
+            )
     return {one: found[one] for one in names if one in found}

@@ -1,6 +1,7 @@
 """What a URL names, read through fsspec, with as many attempts as a network needs."""
 
 import hashlib
+import os
 import re
 import time
 from collections.abc import Callable
@@ -8,22 +9,41 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from drivetrain.config.blend import PASSWORD_ADVICE, holds_password
+from drivetrain.addresses import (
+    ADDRESS_VARIABLE,
+    PASSWORD_ADVICE,
+    holds_password,
+    is_withheld,
+    whole_address,
+    withheld,
+)
 from drivetrain.engine.data.progress import Progress, ProgressCallback, silent
+from drivetrain.engine.data.remote.refusals import (
+    refusal_in,
+    status_of,
+    traceable,
+    what_to_set,
+    words_of,
+)
 from drivetrain.errors import DataError, EnvironmentFault
 
-__all__ = ["PATIENT", "RemoteFile", "Retries", "Store", "is_url"]
+__all__ = ["PATIENT", "Refused", "RemoteFile", "Retries", "Store", "is_url"]
 
 Answer = TypeVar("Answer")
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 _IDENTITY = (
-    *("ETag", "etag", "checksum", "md5", "crc32c", "Content-MD5", "Digest", "version_id"),
+    *("ETag", "etag", "checksum", "md5", "crc32c", "Content-MD5", "Digest", "version_id", "sha", "blob_id"),
     *("LastModified", "Last-Modified", "mtime", "created"),
 )
 """Keys under which fsspec's file systems tell versions of a file apart; which of them are there is theirs to say."""
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_ABSENT = (404, 410)
 _TRY_AGAIN = (408, 425, 429)
-"""Answers of HTTP below 500 that do not say that there is no such file."""
+"""Answers of HTTP below 500 that may be others the next time."""
+
+
+class Refused(EnvironmentFault):
+    """The store answers, and does not let us read: credentials are missing, wrong or expired."""
 
 
 def is_url(path: object) -> bool:
@@ -59,34 +79,40 @@ class RemoteFile:
         path: as the store names it.
         size: bytes.
         identity: changes with the content, as far as the store tells.
+        versioned: the store tells more than the size.
     """
 
     path: str
     size: int
     identity: str
+    versioned: bool = True
 
 
 class Store:
     """The file system of a URL.
 
     Args:
-        url: of a file, a folder or a prefix.
+        url: of a file, a folder or a prefix. Where its signature was withheld, the environment has it, or every
+            request raises Refused.
         retries: for each request.
         progress: told of requests that are tried again.
     Attributes:
-        url: as it was given.
-        path: of the URL within the store.
+        url: as it was given, without the secret of a signed address.
+        path: of the URL within the store; not to be shown.
     Raises:
         EnvironmentFault: fsspec, or the package for this protocol, is not installed.
         DataError: an unknown protocol, a password in the URL.
     """
 
     def __init__(self, url: str, retries: Retries = PATIENT, progress: ProgressCallback = silent) -> None:
-        self.url = url
+        self.url = withheld(url)
         self._retries = retries
         self._progress = progress
         if holds_password(url):
             raise DataError(f"a URL holds a password: {PASSWORD_ADVICE}")
+        address = whole_address(url, os.environ)
+        url = self.url
+        self._lacks_signature = address is None
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
@@ -94,21 +120,41 @@ class Store:
                 f"{url} is read through fsspec: pip install 'drivetrain[remote]'"
             ) from error
         try:
-            self._files, self.path = url_to_fs(url)
+            self._files, path = url_to_fs(address or url)
         except ImportError as error:
             raise EnvironmentFault(f"{url} cannot be read: {error}") from error
         except ValueError as error:
-            raise DataError(f"{url} cannot be read: {error}") from error
+            raise DataError(f"{url} cannot be read: {withheld(str(error))}") from traceable(error)
         except FileNotFoundError as error:
-            raise DataError(f"{url} does not exist") from error
+            raise DataError(f"{url} does not exist") from traceable(error)
         # Some file systems connect, or open an archive, when they are made.
         except Exception as error:
-            raise EnvironmentFault(f"{url} cannot be read: {_words(error)}") from error
+            fault = EnvironmentFault(f"{url} cannot be read: {words_of(error)}")
+            refusal = refusal_in(error)
+            if refusal is not None:
+                fault = self._refused("opening it", refusal)
+            if traceable(error) is None:
+                raise fault from None
+            raise fault from error
+        # What signs an address signs what is beside it, or nothing: it belongs to none of the names.
+        self.path, mark, query = path.partition("?") if is_withheld(url) else (path, "", "")
+        self._query = mark + query
+
+    def _refused(self, what: str, error: BaseException) -> Refused:
+        return Refused(f"{self.url}: {what} is refused ({words_of(error)}): {what_to_set(self.url)}")
+
+    def _asked(self, path: str) -> str:
+        return path + self._query
 
     def file(self, path: str) -> RemoteFile | None:
-        """The file at ``path``; None where there is none, or a folder."""
+        """The file at ``path``; None where there is none, or a folder.
+
+        Raises:
+            Refused: the store does not say; some do not say either that there is none.
+            EnvironmentFault: it does not answer.
+        """
         try:
-            found = self._tried(lambda: self._files.info(path), f"looking for {path}")
+            found = self._tried(lambda: self._files.info(self._asked(path)), f"looking for {path}")
         except _MISSING:
             return None
         if found.get("type", "file") != "file" or _is_page_of_folder(found):
@@ -126,6 +172,9 @@ class Store:
         Raises:
             EnvironmentFault: it, or a folder in it, could not be listed.
         """
+        if self._query:
+            # Whatever the links on a page are, they are not signed.
+            return []
         try:
             found = self._found_below(path)
         except _MISSING:
@@ -183,7 +232,7 @@ class Store:
         """
 
         def attempt() -> bytes:
-            data = bytes(self._files.cat_file(file.path, start=start, end=end))
+            data = bytes(self._files.cat_file(self._asked(file.path), start=start, end=end))
             if len(data) > end - start:
                 raise NotImplementedError("the server sends all of a file where a part is asked for")
             if len(data) != end - start:
@@ -196,22 +245,33 @@ class Store:
             raise DataError(f"{self.url}: {file.path} was there, and is not any more") from error
 
     def _tried(self, action: Callable[[], Answer], what: str) -> Answer:
+        if self._lacks_signature:
+            raise Refused(
+                f"{self.url}: its signature is not kept; give the address again, whole, in the environment variable "
+                f"{ADDRESS_VARIABLE}"
+            )
         wait = self._retries.first_s
         for attempt in range(1, self._retries.attempts + 1):
             try:
                 return action()
             # Of whatever class: fsspec hands on what the library of a protocol raises.
             except Exception as raised:
+                # Before all else: fsspec says of HTTP that there is no such file whatever the answer was.
+                refusal = refusal_in(raised)
+                if refusal is not None:
+                    raise self._refused(what, refusal) from traceable(raised)
                 reason, words = _reason(raised)
                 if issubclass(reason, _MISSING):
                     raise
-                if issubclass(reason, PermissionError | NotImplementedError | ImportError):
-                    raise EnvironmentFault(f"{self.url}: {what} is not possible: {words}") from raised
+                if issubclass(reason, NotImplementedError | ImportError) or _is_final(raised):
+                    raise EnvironmentFault(f"{self.url}: {what} is not possible: {words}") from traceable(
+                        raised
+                    )
                 if attempt == self._retries.attempts:
                     raise EnvironmentFault(
                         f"{self.url}: {what} failed {attempt} times, the last time with: {words}; what has "
                         "come so far is kept, and the same command goes on from there"
-                    ) from raised
+                    ) from traceable(raised)
                 self._progress(Progress(f"{what} failed ({words}); trying again in {wait:g} s"))
             self._retries.sleep(wait)
             wait = min(2 * wait, self._retries.most_s)
@@ -222,12 +282,16 @@ def _reason(error: Exception) -> tuple[type[BaseException], str]:
     """What failed, its class and in words: fsspec says of HTTP that there is no such file whatever went wrong."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and cause is not None and not isinstance(cause, _MISSING):
-        status = getattr(cause, "status", None)
-        absent = isinstance(status, int) and 400 <= status < 500 and status not in _TRY_AGAIN
         of_network = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
-        if of_network and not absent:
-            return type(cause), _words(cause)
-    return type(error), _words(error)
+        if of_network and status_of(cause) not in _ABSENT:
+            return type(cause), words_of(cause)
+    return type(error), words_of(error)
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the same request will have the same answer."""
+    status = status_of(error)
+    return status is not None and 400 <= status < 500 and status not in _TRY_AGAIN
 
 
 def _is_page_of_folder(info: dict[str, Any]) -> bool:
@@ -251,8 +315,5 @@ def _file(path: str, info: dict[str, Any], url: str) -> RemoteFile:
     if size is None:
         raise DataError(f"{url}: the size of {path} is not told; it cannot be read in parts")
     known = [f"{key}={info[key]}" for key in _IDENTITY if info.get(key) is not None]
-    return RemoteFile(path, int(size), hashlib.sha256("\n".join([str(size), *known]).encode()).hexdigest())
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    identity = hashlib.sha256("\n".join([str(size), *known]).encode()).hexdigest()
+    return RemoteFile(path, int(size), identity, bool(known))

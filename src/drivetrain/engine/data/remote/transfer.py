@@ -50,8 +50,8 @@ def bring(
     if is_here(target, notes, file) and (sha256 is None or (_facts(notes) or {}).get("sha256") == sha256):
         return
     part, begun = Path(f"{notes}.part"), Path(f"{notes}.begun")
-    # Of another version of the file nothing can be used.
-    if not begun.exists() or begun.read_text(encoding="utf-8") != file.identity:
+    # Of another version of the file nothing can be used, nor where nobody tells versions apart.
+    if not file.versioned or not begun.exists() or begun.read_text(encoding="utf-8") != file.identity:
         part.unlink(missing_ok=True)
         begun.write_text(file.identity, encoding="utf-8")
     before = store.file_now(file.path) if file.size > part_bytes else None

@@ -3,7 +3,6 @@
 import hashlib
 
 import tomlkit
-from tomlkit.items import Table
 
 from drivetrain.addresses import withheld
 from drivetrain.config.leaves import leaf_values
@@ -21,19 +20,19 @@ def to_toml(config: RunConfig) -> str:
     Equal configurations give equal text, and ``load_config`` on the text gives the configuration back; but the secret
     of a signed address is left out of it (:func:`drivetrain.addresses.withheld`).
     """
-    document = tomlkit.document()
-    document.add("schema", tomlkit.item(FORMAT))
-    tables: dict[str, Table] = {}
+    # Line by line: a document of tomlkit looks through all its tables for each that is added.
+    lines = [f"schema = {FORMAT}"]
+    section = None
     for leaf, value in leaf_values(config):
-        table = tables.setdefault(leaf.section, tomlkit.table())
+        if leaf.section != section:
+            section = leaf.section
+            lines += ["", f"[{section}]"]
         if value is None:
-            table.add(tomlkit.comment(f"{leaf.name} = none"))
+            lines.append(f"# {leaf.name} = none")
         else:
-            table.add(leaf.name, tomlkit.item(withheld(value) if isinstance(value, str) else value))
-    for section, table in tables.items():
-        document.add(tomlkit.nl())
-        document.add(section, table)
-    return tomlkit.dumps(document)
+            text = tomlkit.item(withheld(value) if isinstance(value, str) else value).as_string()
+            lines.append(f"{leaf.name} = {text}")
+    return "\n".join(lines) + "\n"
 
 
 def value_text(value: object) -> str:

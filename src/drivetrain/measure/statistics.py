@@ -1,5 +1,6 @@
 """Percentiles, ratios of times with an interval, and the mean of a few numbers with an interval."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -90,6 +91,7 @@ def student_t_cdf(t: float, degrees: int) -> float:
     return 1 - tail if t >= 0 else tail
 
 
+@functools.lru_cache(maxsize=1024)
 def student_t_quantile(probability: float, degrees: int) -> float:
     """The t that Student's t with ``degrees`` degrees of freedom stays below with ``probability`` (0 to 1, exclusive).
 

@@ -4,7 +4,6 @@ A profile that was taken while something else used the machine describes another
 measured. Formula: ``docs/tune.md``.
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ __all__ = ["CONFIDENCE", "Expected", "ProfileState", "expected_of", "state_of"]
 
 CONFIDENCE = 1 - 0.05 / 2
 """Of each interval: two profiles are looked at, and both together err in 5% at most (Bonferroni)."""
-_quantile = functools.cache(student_t_quantile)
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def expected_of(trial: Mapping[str, Any], side: Side, steps: int) -> Expected | 
         return None
     center = math.fsum(map(math.log, own)) / len(own)
     fewer = max(1.0, max(int(block["steps"]) for block in blocks[side]) / steps)
-    quantile = _quantile((1 + CONFIDENCE) / 2, noise.freedom)
+    quantile = student_t_quantile((1 + CONFIDENCE) / 2, noise.freedom)
     half = max(quantile * deviation * math.sqrt(fewer + 1 / len(own)), math.log1p(least_effect(0)))
     # exp() ends at the largest float: a few blocks may allow anything.
     low, high = (math.exp(max(-700.0, min(center + sign * half, 700.0))) for sign in (-1, 1))

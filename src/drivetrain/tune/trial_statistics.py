@@ -5,7 +5,6 @@ do (memory layout, thread placement), so that steps of one process are no indepe
 ``docs/tune.md``.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ State = Literal["faster", "slower", "no gain", "undecided"]
 BLOCKS_OF_UNIT = 4
 _UNITS: tuple[tuple[Side, ...], ...] = (("A", "B", "B", "A"), ("B", "A", "A", "B"))
 _MOST_UNITS = 1000
-_quantile = functools.cache(student_t_quantile)
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def speed_ratio(order: Sequence[Side], speeds: Sequence[float], *, confidence: f
     residual = logs - design @ solution
     freedom = len(order) - len(columns)
     deviation = math.sqrt(float(residual @ residual) / freedom)
-    half = _quantile((1 + confidence) / 2, freedom) * deviation * math.sqrt(4 / len(order))
+    half = student_t_quantile((1 + confidence) / 2, freedom) * deviation * math.sqrt(4 / len(order))
     log_ratio = float(solution[1])
     return SpeedRatio(
         math.exp(log_ratio), _exp(log_ratio - half), _exp(log_ratio + half), deviation, confidence
@@ -201,7 +199,7 @@ def units_needed(effect: float, deviation: float, *, looks: int, confidence: flo
     """Units whose interval is no wider than ``effect`` (log) to each side; None: more than can be counted."""
     for units in range(1, _MOST_UNITS + 1):
         freedom = 2 if units == 1 else 4 * units - 3
-        quantile = _quantile(1 - (1 - confidence) / looks / 2, freedom)
+        quantile = student_t_quantile(1 - (1 - confidence) / looks / 2, freedom)
         if quantile * deviation * math.sqrt(1 / units) <= effect:
             return units
     return None

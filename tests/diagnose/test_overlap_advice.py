@@ -56,7 +56,7 @@ def advice(found: dict[str, Any] | None, *overrides: str) -> list[Finding]:
 
 def test_a_wire_that_stood_idle_in_backward_while_its_rest_was_waited_for_wants_smaller_buckets() -> None:
     (finding,) = advice(communication(), "overlap.bucket_size_mb=10")
-    assert "too large" in finding.cause
+    assert "too large" in finding.text
     assert finding.share == pytest.approx(0.2)
     assert finding.cost_ns == pytest.approx(20 * MS)
     assert finding.part_of == "communication"
@@ -77,7 +77,7 @@ def test_a_wire_full_of_the_fixed_cost_of_calls_wants_larger_buckets() -> None:
     # 200 calls of 0.2 ms each are 40 of 60 ms.
     found = communication(calls=200, exposed_s=0.02, backward_idle_s=0.001, fixed=2e-4, rate=2e9)
     (finding,) = advice(found, "overlap.bucket_size_mb=0.2")
-    assert "too small" in finding.cause
+    assert "too small" in finding.text
     # sqrt(40 MB x 0.2 ms x 2 GB/s) = 4 MB, at most four times the present size.
     assert dict(finding.remedies[0].change or {}) == {"overlap.bucket_size_mb": 0.8}
 
@@ -93,7 +93,7 @@ def test_the_size_to_try_is_where_both_costs_are_equal() -> None:
 def test_bytes_that_nothing_is_long_enough_to_hide_are_no_matter_of_size() -> None:
     found = communication(wire_s=0.08, exposed_s=0.04, backward_idle_s=0.002, fixed=1e-4, rate=0.5e9)
     (finding,) = advice(found, "overlap.bucket_size_mb=2")
-    assert "no size of buckets" in finding.cause
+    assert "no size of buckets" in finding.text
     assert not any("bucket_size_mb" in remedy.field for remedy in finding.remedies)
 
 
@@ -143,7 +143,7 @@ def chunks(*overrides: str, **figures: Any) -> Finding | None:
 def test_products_that_stand_while_everything_travels_at_once_want_chunks() -> None:
     finding = chunks()
     assert finding is not None
-    assert "too few chunks" in finding.cause
+    assert "too few chunks" in finding.text
     assert [(one.name, dict(one.change or {})) for one in finding.remedies] == [
         ("tp_chunks", {"overlap.tp_chunks": "2"})
     ]
@@ -156,7 +156,7 @@ def test_products_that_stand_while_everything_travels_at_once_want_chunks() -> N
 def test_chunks_that_cost_more_than_they_hide_are_too_many() -> None:
     finding = chunks("overlap.tp_chunks=16", calls=640, backward_idle_s=-0.009, fixed=5e-5, rate=1e10)
     assert finding is not None
-    assert "too many chunks" in finding.cause
+    assert "too many chunks" in finding.text
     # sqrt(1 MB x 0.05 ms x 10 GB/s) = 0.7 MB; at most four times the present 62.5 kB.
     assert dict(finding.remedies[0].change or {}) == {"overlap.tp_chunks": "4"}
 

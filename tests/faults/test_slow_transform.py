@@ -91,7 +91,7 @@ def test_a_slow_transform_is_placed_named_and_removed(tiny: Tiny) -> None:
     (finding,) = [one for one in diagnosis["findings"] if one["rule"] == "data_operations"]
     assert finding["subject"] == "regex_transform:drop_marked"
     assert finding["part_of"] == "data.loader"
-    remedies = {remedy["name"]: remedy["change"] for remedy in finding["remedies"]}
+    remedies = {remedy["optimisation"]: remedy["change"] for remedy in finding["remedies"]}
     assert {"bake_transforms", "data_workers", "prefetch", "sample_cache"} <= remedies.keys()
 
     config = load_config(str(run.path)).config

@@ -60,6 +60,7 @@ ENTRY = Optimisation(
     off=lambda _config: {_FIELD: False},
     numerics="exact",
     treats=("maintenance.checkpoint",),
+    cures=("maintenance.checkpoint_too_often",),
     evidence=_evidence,
     applies=_applies,
     evidence_rule=(

@@ -70,6 +70,9 @@ ENTRY = Optimisation(
     off=_off,
     numerics="exact",
     treats=("data.loader",),
+    cures=("data.slow_transform",),
+    # All of it is the host's.
+    device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
     applies=_applies,
     evidence_rule=(

@@ -59,6 +59,7 @@ ENTRY = Optimisation(
         "compute.elementwise",
         "compute.loss",
     ),
+    cures=("kernels.wrong_precision",),
     evidence=_evidence,
     capability="bf16_native",
     evidence_rule=(

@@ -60,6 +60,7 @@ ENTRY = Optimisation(
         "host.launch",
         "host.python",
     ),
+    cures=("host.launch_bound", "kernels.unfused_operators"),
     evidence=_evidence,
     capability="compile",
     evidence_rule=(

@@ -53,6 +53,15 @@ ENTRY = Optimisation(
     off=lambda _config: {"data.num_workers": 0},
     numerics="exact",
     treats=("data.loader",),
+    cures=(
+        "data.waiting",
+        "data.slow_transform",
+        "data.slow_read",
+        "data.slow_collation",
+        "data.too_few_workers",
+    ),
+    # All of it is the host's.
+    device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
     knobs=(
         Knob("data.num_workers", 1, 16, whole=True, scale="log"),

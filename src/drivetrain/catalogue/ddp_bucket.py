@@ -101,6 +101,7 @@ ENTRY = Optimisation(
     # element in an order that depends on its place in the bucket: measured with three and four ranks over gloo.
     numerics="round-off",
     treats=("communication",),
+    cures=("communication.serial",),
     evidence=_evidence,
     applies=_applies,
     knobs=(Knob(_FIELD, 0.1, 200.0, scale="log"),),

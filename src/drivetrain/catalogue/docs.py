@@ -52,6 +52,8 @@ def _section(one: Optimisation) -> Iterator[str]:
     yield f"* Requested by `{one.field}`."
     yield f"* Numerics: {one.numerics}."
     yield f"* Treats {_names(one.treats) or 'no class: what it gives is memory'}."
+    if one.cures:
+        yield f"* Cures {_names(one.cures)} (`docs/diagnosis.md`)."
     if one.relieves:
         yield f"* Makes {_names(one.relieves)} smaller (`docs/memory.md`)."
     yield f"* Knobs: {'; '.join(map(_knob, one.knobs)) or 'none'}."

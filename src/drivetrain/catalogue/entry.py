@@ -54,12 +54,15 @@ class Optimisation:
         treats: account classes whose time it can reduce (``data.loader``, or a whole group, ``communication``); none:
             what it gives is memory.
         evidence: whether a profiled window shows it in effect.
+        cures: causes (``docs/diagnosis.md``) that it takes away, which say more than the classes it treats.
         relieves: categories of memory (``measure/memory.py``) that it makes smaller.
         applies: None, or why it can have no effect under these facts (one process has nothing to communicate).
         knobs: leaves that are searched once it is on.
         requires: rules that hold while it is requested.
         conflicts: names of entries that cannot be requested with it.
         capability: one of ``engine/capabilities.py``'s names that it needs; None: none.
+        device_bytes: change of a device's peak memory by the move that switches it on; None: there is no model of it,
+            or (from the function) it depends on what is not known.
         predict: expected gain; None where there is no model of it.
         effective: what its leaf comes to where another leaf may decide for it (a level); None: the leaf's own value.
         evidence_rule: what ``evidence`` goes by, in words, for the documentation.
@@ -78,11 +81,13 @@ class Optimisation:
     applies: Callable[[RunConfig, LaunchFacts], str | None] = dataclasses.field(
         default=lambda _config, _facts: None
     )
+    cures: tuple[str, ...] = ()
     relieves: tuple[str, ...] = ()
     knobs: tuple[Knob, ...] = ()
     requires: tuple[Rule, ...] = ()
     conflicts: tuple[str, ...] = ()
     capability: str | None = None
+    device_bytes: Callable[[RunConfig, LaunchFacts], int | None] | None = None
     predict: Callable[[Account, RunConfig], Prediction | None] | None = None
     effective: Callable[[RunConfig], object] | None = None
     evidence_rule: str = ""
@@ -112,6 +117,7 @@ class Optimisation:
             "field": self.field,
             "numerics": self.numerics,
             "treats": list(self.treats),
+            "cures": list(self.cures),
             "relieves": list(self.relieves),
             "knobs": [
                 {

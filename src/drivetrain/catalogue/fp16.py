@@ -63,6 +63,7 @@ ENTRY = Optimisation(
         "compute.elementwise",
         "compute.loss",
     ),
+    cures=("kernels.wrong_precision",),
     evidence=_evidence,
     conflicts=("bf16",),
     capability="fp16_native",

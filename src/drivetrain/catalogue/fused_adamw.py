@@ -47,6 +47,7 @@ ENTRY = Optimisation(
     off=lambda _config: {"optimizer.fused": False},
     numerics="round-off",
     treats=("compute.optimizer", "host.launch", "host.python"),
+    cures=("kernels.optimizer_update",),
     evidence=_evidence,
     capability="fused_adamw",
     evidence_rule="shown: the operator aten::_fused_adamw_ in the window; absent: updates without it",

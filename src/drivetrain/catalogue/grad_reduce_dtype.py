@@ -51,6 +51,7 @@ ENTRY = Optimisation(
     # Fewer bytes make nobody come earlier.
     treats=TRANSFERS,
     relieves=("communication",),
+    cures=("communication.fp32_on_the_wire", "communication.too_much"),
     evidence=_evidence,
     applies=no_other_rank,
     evidence_rule=(

@@ -77,6 +77,7 @@ ENTRY = Optimisation(
     # The sums of machines are added up, instead of the ranks' gradients one after the other.
     numerics="round-off",
     treats=("communication",),
+    cures=("communication.too_much",),
     evidence=_evidence,
     applies=_applies,
     evidence_rule="shown: ranges drivetrain/levels/... are recorded, in which such collectives begin; absent: none is",

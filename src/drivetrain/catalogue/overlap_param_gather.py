@@ -58,6 +58,7 @@ ENTRY = Optimisation(
     off=lambda _config: {_FIELD: False},
     numerics="exact",
     treats=("communication",),
+    cures=("communication.serial",),
     evidence=_evidence,
     applies=_applies,
     evidence_rule=(

@@ -44,6 +44,9 @@ ENTRY = Optimisation(
     numerics="statistical",
     # Work on padding is work like any other: only effective tokens tell it apart.
     treats=("compute.matmul", "compute.attention"),
+    cures=("data.padding",),
+    # All of it is the host's.
+    device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
     evidence_rule="shown: batches of packed documents were fetched in the window; absent: batches, none of them packed",
 )

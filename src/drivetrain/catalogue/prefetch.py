@@ -47,6 +47,9 @@ ENTRY = Optimisation(
     off=lambda _config: {_FIELD: 0},
     numerics="exact",
     treats=("data.loader",),
+    cures=("data.waiting", "data.slow_read"),
+    # All of it is the host's.
+    device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
     applies=_applies,
     knobs=(Knob(_FIELD, 1, 64, whole=True, scale="log"),),

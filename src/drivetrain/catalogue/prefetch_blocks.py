@@ -62,6 +62,7 @@ ENTRY = Optimisation(
     off=lambda _config: {_FIELD: 0},
     numerics="exact",
     treats=("communication",),
+    cures=("communication.serial",),
     evidence=_evidence,
     applies=_applies,
     knobs=(Knob(_FIELD, 1, 8, whole=True),),

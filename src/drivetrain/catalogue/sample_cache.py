@@ -42,6 +42,9 @@ ENTRY = Optimisation(
     off=lambda _config: {_FIELD: 0},
     numerics="exact",
     treats=("data.loader",),
+    cures=("data.slow_read", "data.slow_collation", "data.cold_cache"),
+    # All of it is the host's.
+    device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
     evidence_rule=(
         "shown: batches of the window held sequences from the cache; absent: batches were fetched without one; "

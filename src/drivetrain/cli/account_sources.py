@@ -27,7 +27,15 @@ from drivetrain.trace.table import Trace
 if TYPE_CHECKING:  # Traces alone need no schema, which costs as much as an account from the cache.
     from drivetrain.config import ModelConfig
 
-__all__ = ["Figures", "first_trace", "kernels_of", "make_account", "run_of", "timeline_target"]
+__all__ = [
+    "Figures",
+    "achievable_of",
+    "first_trace",
+    "kernels_of",
+    "make_account",
+    "run_of",
+    "timeline_target",
+]
 
 _SUFFIXES = (".json", ".json.gz")
 
@@ -268,6 +276,12 @@ def _read(paths: Sequence[Path], named: frozenset[Path]) -> Iterator[Trace]:
             print(f"passed over: {error}", file=sys.stderr)
             continue
         yield trace
+
+
+def achievable_of(sources: Sequence[str], figures: Figures) -> float | None:
+    """Sustained matrix products of one device in FLOP/s, as the account takes them; None where unknown."""
+    achievable = _facts_of(run_of(sources), figures).achievable
+    return None if achievable is None else achievable.value
 
 
 def _facts_of(run: Run | None, figures: Figures) -> _Facts:

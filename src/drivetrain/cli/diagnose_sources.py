@@ -5,10 +5,13 @@ from typing import Any
 
 from drivetrain.archive.optimisations import records_of
 from drivetrain.archive.reader import Run
-from drivetrain.cli.account_sources import Figures, first_trace, make_account, run_of
+from drivetrain.cli.account_sources import Figures, achievable_of, first_trace, make_account, run_of
 from drivetrain.config import LaunchFacts
 from drivetrain.diagnose import Facts
 from drivetrain.diagnose.rules.fallbacks import ENTRY_OF_WORD
+from drivetrain.diagnose.run_figures import RunFigures, figures_of
+from drivetrain.diagnose.trace_figures import trace_figures
+from drivetrain.measure.peaks import find_by_torch_name
 from drivetrain.trace.classify import Classification, classify
 from drivetrain.trace.expectations import expected_findings
 from drivetrain.trace.name_table import NameTable
@@ -35,6 +38,7 @@ def facts_of(
     trace = first_trace(sources)
     table = NameTable.load(user_file=rules)
     classes = classify(trace, table)
+    files = None if run is None else figures_of(run)
     in_use, ruled_out = _shown(trace, classes) if run is None else (frozenset[str](), {})
     return Facts(
         account=account,
@@ -48,7 +52,19 @@ def facts_of(
         waits_source="trace" if trace.rank is None else f"trace of rank {trace.rank}",
         communication=None if run is None else _communication_of(run),
         data_operations={} if run is None else _data_operations(run),
+        figures=files,
+        trace=trace_figures(trace, classes),
+        device=figures.device or _device_of(files),
+        achievable_flops=achievable_of(sources, figures),
     )
+
+
+def _device_of(files: RunFigures | None) -> str | None:
+    """The name in the table of peaks of the device a run had."""
+    if files is None or files.device_type != "cuda":
+        return None
+    found = find_by_torch_name(files.device_name)
+    return None if found is None else found.name
 
 
 def _data_operations(run: Run) -> dict[str, float]:

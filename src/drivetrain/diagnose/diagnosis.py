@@ -1,18 +1,31 @@
 """All rules applied to one job: findings, the largest first, and what was too small to be claimed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Finding, Kind
 from drivetrain.diagnose.rule import rules
+from drivetrain.measure.account import HealthFinding
 
-__all__ = ["LEAST_SHARE", "Diagnosis", "diagnose"]
+__all__ = ["LEAST_SHARE", "Diagnosis", "NotAsked", "diagnose"]
 
 LEAST_SHARE = 0.01
 """Share of a step below which a loss is not claimed: less is within the noise of most machines."""
 
-_ORDER: tuple[Kind, ...] = ("not_in_effect", "loss", "withheld")
+_ORDER: tuple[Kind, ...] = ("not_in_effect", "setting", "loss", "withheld")
+_EXPLAINS = 0.5
+"""Part of a class's cost from which a finding that is part of it stands before it: it is the more telling one."""
+
+
+@dataclass(frozen=True)
+class NotAsked:
+    """A rule for which facts are missing."""
+
+    rule: str
+    causes: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -28,10 +41,17 @@ class Diagnosis:
     mfu: float | None
     mfu_reason: str | None
     """Why there is no MFU, or why two losses are one bar."""
+    health: tuple[HealthFinding, ...]
+    """What is wrong with the records, as the account has it."""
     findings: tuple[Finding, ...]
-    """What is not in effect, then losses with the largest first, then what the records do not support."""
+    """What is not in effect, settings that cost time, then losses with the largest first, then what the records do not
+    support."""
     small: tuple[Finding, ...]
     """Losses below :data:`LEAST_SHARE`: counted, not claimed."""
+    not_asked: tuple[NotAsked, ...]
+    """Rules that nothing can be said of."""
+    communication_share: float
+    """Exposed communication over the mean step, waiting counted in."""
 
     def of(self, kind: Kind) -> tuple[Finding, ...]:
         """The findings of one kind, in order."""
@@ -54,7 +74,8 @@ class Diagnosis:
     def to_document(self) -> dict[str, Any]:
         """What ``drivetrain diagnose --json`` prints."""
         return {
-            "schema": 1,
+            "schema": 2,
+            "health": [finding.to_document() for finding in self.health],
             "subject": self.subject,
             "window": self.window,
             "mean_ns": self.mean_ns,
@@ -62,9 +83,16 @@ class Diagnosis:
             "mfu": self.mfu,
             "mfu_reason": self.mfu_reason,
             "least_share": LEAST_SHARE,
-            "findings": [finding.to_document() for finding in self.findings],
+            "communication_share": self.communication_share,
+            "findings": [
+                finding.to_document(position) for position, finding in enumerate(self.findings, start=1)
+            ],
             "below_least_share": [
-                {"subject": finding.subject, "share": finding.share} for finding in self.small
+                {"cause": finding.cause, "subject": finding.subject, "share": finding.share}
+                for finding in self.small
+            ],
+            "not_asked": [
+                {"rule": one.rule, "causes": list(one.causes), "reason": one.reason} for one in self.not_asked
             ],
         }
 
@@ -72,8 +100,20 @@ class Diagnosis:
 def diagnose(facts: Facts) -> Diagnosis:
     """Apply every rule."""
     drawn = facts.account.waterfall
-    found = [finding for rule in rules() for finding in rule.detect(facts)]
-    small = [finding for finding in found if finding.kind == "loss" and (finding.share or 0.0) < LEAST_SHARE]
+    not_asked: list[NotAsked] = []
+    found: list[Finding] = []
+    for rule in rules():
+        missing = rule.missing(facts)
+        if missing is not None:
+            not_asked.append(NotAsked(rule.name, rule.causes, missing))
+            continue
+        found += rule.detect(facts)
+    # A loss of unknown cost has no share either: nobody can say that it is small.
+    small = [
+        finding
+        for finding in found
+        if finding.kind == "loss" and finding.share is not None and finding.share < LEAST_SHARE
+    ]
     kept = [finding for finding in found if finding not in small]
     return Diagnosis(
         subject=facts.subject,
@@ -82,16 +122,42 @@ def diagnose(facts: Facts) -> Diagnosis:
         is_step=facts.mean.is_step,
         mfu=None if drawn is None else drawn.mfu,
         mfu_reason=facts.no_points.get("points") if drawn is None else drawn.reason,
-        findings=tuple(sorted(kept, key=_rank)),
-        small=tuple(sorted(small, key=_rank)),
+        health=tuple(facts.account.health),
+        findings=_ranked(kept),
+        small=_ranked(small),
+        not_asked=tuple(not_asked),
+        communication_share=facts.share_of(facts.group_ns("communication")),
     )
 
 
-def _rank(finding: Finding) -> tuple[int, bool, float, str]:
-    """Kinds in their order; within one, known costs before unknown ones, the largest first."""
-    return (
-        _ORDER.index(finding.kind),
-        finding.cost_ns is None,
-        -(finding.cost_ns if finding.cost_ns is not None else finding.share or 0.0),
-        finding.subject,
+def _ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Kinds in their order; within one, known costs before unknown ones, the largest first. What explains most of a
+    class stands right before the class: it says more, and costs as much."""
+    classes = [finding for finding in findings if finding.part_of is None and finding.cost_ns is not None]
+
+    def weight(finding: Finding) -> float:
+        cost = finding.cost_ns if finding.cost_ns is not None else finding.share or 0.0
+        if finding.part_of is None or finding.cost_ns is None:
+            return cost
+        explained = [
+            whole.cost_ns
+            for whole in classes
+            if whole.cost_ns is not None
+            and f"{whole.subject}.".startswith(f"{finding.part_of}.")
+            and finding.cost_ns >= _EXPLAINS * whole.cost_ns
+        ]
+        return max([cost, *explained])
+
+    return tuple(
+        sorted(
+            findings,
+            key=lambda one: (
+                _ORDER.index(one.kind),
+                one.cost_ns is None,
+                -weight(one),
+                one.part_of is None,
+                -(one.cost_ns or 0.0),
+                one.subject,
+            ),
+        )
     )

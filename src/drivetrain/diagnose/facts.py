@@ -4,14 +4,42 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.diagnose.run_figures import LEAST_STEPS, RunFigures
+from drivetrain.diagnose.trace_figures import TraceFigures
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import OptimisationRecord
 from drivetrain.trace.synchronisation import Synchronisations
 
-__all__ = ["Facts", "MeanWindow"]
+__all__ = ["NEEDS", "Facts", "MeanWindow", "Need"]
+
+Need = Literal[
+    "configuration",
+    "run",
+    "logged steps",
+    "trace",
+    "device",
+    "shapes",
+    "Python functions",
+    "steps",
+    "several ranks",
+]
+"""A kind of fact that a rule may need."""
+
+NEEDS: Mapping[Need, str] = {
+    "configuration": "a run of ours: the settings of other traces are unknown",
+    "run": "a run directory: traces alone hold no events",
+    "logged steps": f"a run directory with at least {LEAST_STEPS} logged steady steps",
+    "trace": "records of single operators or kernels",
+    "device": "records of a device: where there are none, the work is the host's own",
+    "shapes": "shapes of operands (record_shapes=True)",
+    "Python functions": "Python functions (with_stack=True; in our runs profiler.with_stack=true)",
+    "steps": "steps (ProfilerStep marks, or work that repeats)",
+    "several ranks": "traces of several ranks",
+}
+"""Need → what it takes."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +69,10 @@ class Facts:
         communication: what the run's summary says of its collectives; None where it says nothing.
         data_operations: operation of building batches → seconds a micro-batch, by the newest word of the run; empty
             where it says nothing.
+        figures: what the run's files say beside; None for foreign traces.
+        trace: figures of one rank's trace; None where they were not looked for.
+        device: the peaks' name of the device that work ran on; None where unknown.
+        achievable_flops: sustained matrix products of a device in FLOP/s; None where unknown.
     """
 
     account: Account
@@ -54,6 +86,31 @@ class Facts:
     waits_source: str = ""
     communication: Mapping[str, Any] | None = None
     data_operations: Mapping[str, float] = field(default_factory=dict)
+    figures: RunFigures | None = None
+    trace: TraceFigures | None = None
+    device: str | None = None
+    achievable_flops: float | None = None
+
+    def missing(self, need: Need) -> str | None:
+        """Why a kind of fact is not there; None: it is."""
+        there = {
+            "configuration": self.config is not None,
+            "run": self.figures is not None,
+            "logged steps": self.figures is not None and self.figures.steady_steps >= LEAST_STEPS,
+            "trace": self.trace is not None,
+            "device": all(rank.view == "device" for rank in self.account.ranks),
+            "shapes": self.trace is not None and self.trace.has_shapes,
+            "Python functions": self.trace is not None and self.trace.has_python,
+            "steps": self.mean.is_step,
+            "several ranks": len(self.account.ranks) > 1,
+        }
+        return None if there[need] else f"it needs {NEEDS[need]}"
+
+    def group_ns(self, group: str) -> float:
+        """Time of a class, or of all classes of a group, in the mean step."""
+        return sum(
+            ns for name, ns in self.mean.classes.items() if name == group or name.startswith(f"{group}.")
+        )
 
     @cached_property
     def mean(self) -> MeanWindow:

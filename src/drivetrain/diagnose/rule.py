@@ -6,7 +6,8 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from drivetrain.diagnose.facts import Facts
+from drivetrain.diagnose.causes import CAUSES
+from drivetrain.diagnose.facts import Facts, Need
 from drivetrain.diagnose.finding import Finding
 
 __all__ = ["Rule", "rules"]
@@ -20,12 +21,20 @@ class Rule:
 
     Attributes:
         name: of its file.
-        detect: the findings; none where what it reads is missing. Those below the least share are left out by the
-            caller.
+        causes: identifiers of what it can find.
+        needs: facts without which it is not asked; the diagnosis then says so, with the reason. An account there is
+            always.
+        detect: the findings; none where the cause is not there. Those below the least share are left out by the caller.
     """
 
     name: str
+    causes: tuple[str, ...]
+    needs: tuple[Need, ...]
     detect: Callable[[Facts], Iterable[Finding]]
+
+    def missing(self, facts: Facts) -> str | None:
+        """Why it cannot be asked; None: it can."""
+        return next((why for need in self.needs if (why := facts.missing(need)) is not None), None)
 
 
 @functools.cache
@@ -37,5 +46,7 @@ def rules() -> tuple[Rule, ...]:
         rule = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), "RULE", None)
         assert isinstance(rule, Rule), f"{_PACKAGE}.{module} has no RULE"
         assert rule.name == module, f"the rule {rule.name} is in {module}.py"
+        assert rule.causes, f"{module} finds nothing"
+        assert set(rule.causes) <= CAUSES.keys(), f"{module} finds what is no documented cause"
         found.append(rule)
     return tuple(found)

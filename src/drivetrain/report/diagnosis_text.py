@@ -22,7 +22,7 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
         if found:
             lines += ["", title]
         for finding in found:
-            lines.append(f"  {finding.subject}: {finding.cause}")
+            lines.append(f"  {finding.subject}: {finding.text}")
             lines += [f"      {one.text} ({one.source})" for one in finding.evidence]
     return "\n".join([*lines, "", *_losses(diagnosis)])
 
@@ -67,7 +67,7 @@ def _loss(finding: Finding) -> Iterator[str]:
     points = "-" if finding.points is None else f"{finding.points:.1f}"
     share = "?" if finding.share is None else f"{finding.share:.1%}"
     part = "" if finding.part_of is None else f" (part of {finding.part_of})"
-    yield f"  {cost:>9} {points:>8} {share:>7}  {finding.subject}: {finding.cause}{part}"
+    yield f"  {cost:>9} {points:>8} {share:>7}  {finding.subject}: {finding.text}{part}"
     if finding.rule != "account_classes":
         # A class's own evidence is the row itself; a hint is said once, below.
         yield from (f"{_INDENT}{one.text} ({one.source})" for one in finding.evidence if one.source != "hint")

@@ -24,7 +24,13 @@ from drivetrain.trace.observe import observed_rows
 from drivetrain.trace.steps import Steps, find_steps
 from drivetrain.trace.table import Category, EventTable, Trace
 
-__all__ = ["STACK_HINT", "SynchronisationPoint", "Synchronisations", "synchronisations"]
+__all__ = [
+    "STACK_HINT",
+    "SynchronisationPoint",
+    "Synchronisations",
+    "is_users_frame",
+    "synchronisations",
+]
 
 MOST_CALLS = 5_000
 """Calls whose surroundings are looked up; of more, those the host waited in longest."""
@@ -47,6 +53,11 @@ _NOT_THE_USERS = re.compile(
     r"|(contextlib|threading|functools|runpy|selectors|queue|socket|subprocess|concurrent/|multiprocessing/|asyncio/)"
 )
 """Names of Python frames that are not the training code's own; matched at their start."""
+
+
+def is_users_frame(name: str) -> bool:
+    """Whether a Python frame is the training code's own: neither torch's nor Python's."""
+    return _NOT_THE_USERS.match(name) is None
 
 
 @dataclass(frozen=True)
@@ -239,7 +250,7 @@ def _points(
 ) -> tuple[SynchronisationPoint, ...]:
     operators = Enclosing(events, np.flatnonzero(events.category == Category.CPU_OP))
     ranges = Enclosing(events, np.flatnonzero(events.category == Category.ANNOTATION))
-    theirs = _mask(events, python, lambda name: _NOT_THE_USERS.match(name) is None)
+    theirs = _mask(events, python, is_users_frame)
     frames = Enclosing(events, python[theirs])
     keys = thread_keys(events, rows)
     places: dict[tuple[str, tuple[str, ...], str | None, str | None, bool], list[int]] = defaultdict(list)

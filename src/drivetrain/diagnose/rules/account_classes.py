@@ -8,40 +8,48 @@ from drivetrain.diagnose.remedies import remedies_for
 from drivetrain.diagnose.rule import Rule
 from drivetrain.measure.waterfall import FLOP_CLASSES, Bar
 
-__all__ = ["CAUSES", "RULE"]
+__all__ = ["CAUSE_OF_CLASS", "RULE"]
 
-CAUSES: tuple[tuple[str, str], ...] = (
-    ("compute.matmul", "matrix products run below what the device sustains"),
-    ("compute.attention", "attention runs below what the device sustains"),
-    ("compute.optimizer", "the optimizer's update"),
-    ("compute.norm", "norms"),
-    ("compute.activation", "activations"),
-    ("compute.elementwise", "element-wise operators and reductions"),
-    ("compute.loss", "the loss"),
-    ("compute.copy_cast", "copies and casts done by kernels"),
-    ("compute.other", "other computation: embedding, sorting, kernels that no rule knows"),
-    ("recompute", "forward work repeated in the backward pass"),
-    ("communication", "communication that nothing hides"),
-    ("copy", "copies between host and device that nothing hides"),
-    ("unclassified", "kernels of which nothing tells whether they compute or communicate"),
-    ("bubble", "a pipeline stage without work"),
-    ("data.loader", "the training thread waits for its batch"),
-    ("maintenance.checkpoint", "training stands still for a checkpoint"),
-    ("maintenance.evaluation", "training stands still for an evaluation"),
-    ("maintenance.profiler", "the profiler itself"),
-    ("maintenance.compile", "training stands still for a compilation"),
-    ("host.sync", "the training thread waits in a synchronising call"),
-    ("host.gc", "Python's garbage collector"),
-    ("host.launch", "work is on its way: operators and runtime calls that do none themselves"),
-    ("host.python", "Python code between operators"),
-    ("idle", "neither work nor a cause is recorded"),
-    ("unexplained", "the records are missing, clipped or contradictory"),
+CAUSE_OF_CLASS: tuple[tuple[str, str, str], ...] = (
+    ("compute.matmul", "kernels.products_below_peak", "matrix products run below what the device sustains"),
+    ("compute.attention", "kernels.attention_below_peak", "attention runs below what the device sustains"),
+    ("compute.optimizer", "kernels.optimizer_update", "the optimizer's update"),
+    ("compute.norm", "kernels.memory_bound_operators", "norms"),
+    ("compute.activation", "kernels.memory_bound_operators", "activations"),
+    ("compute.elementwise", "kernels.memory_bound_operators", "element-wise operators and reductions"),
+    ("compute.loss", "kernels.memory_bound_operators", "the loss"),
+    ("compute.copy_cast", "kernels.memory_bound_operators", "copies and casts done by kernels"),
+    ("compute.other", "kernels.other", "other computation: embedding, sorting, kernels that no rule knows"),
+    ("recompute", "memory.recompute", "forward work repeated in the backward pass"),
+    ("communication", "communication.exposed", "communication that nothing hides"),
+    ("copy", "memory.copies", "copies between host and device that nothing hides"),
+    (
+        "unclassified",
+        "records.unclassified",
+        "kernels of which nothing tells whether they compute or communicate",
+    ),
+    ("bubble", "pipeline.bubble", "a pipeline stage without work"),
+    ("data.loader", "data.waiting", "the training thread waits for its batch"),
+    ("maintenance.checkpoint", "maintenance.checkpoint", "training stands still for a checkpoint"),
+    ("maintenance.evaluation", "maintenance.evaluation", "training stands still for an evaluation"),
+    ("maintenance.profiler", "maintenance.profiler", "the profiler itself"),
+    ("maintenance.compile", "maintenance.compilation", "training stands still for a compilation"),
+    ("host.sync", "host.synchronisation", "the training thread waits in a synchronising call"),
+    ("host.gc", "host.garbage_collection", "Python's garbage collector"),
+    ("host.launch", "host.launch", "work is on its way: operators and runtime calls that do none themselves"),
+    ("host.python", "host.python", "Python code between operators"),
+    ("idle", "records.idle", "neither work nor a cause is recorded"),
+    ("unexplained", "records.unexplained", "the records are missing, clipped or contradictory"),
 )
-"""Class, or group of classes → what it means that time goes there."""
+"""Class, or group of classes; the cause that its time is a loss by; what it means that time goes there."""
+
+
+def _row(name: str) -> tuple[str, str, str]:
+    return next(row for row in CAUSE_OF_CLASS if name == row[0] or name.startswith(f"{row[0]}."))
 
 
 def _cause(name: str) -> str:
-    return next(text for start, text in CAUSES if name == start or name.startswith(f"{start}."))
+    return _row(name)[2]
 
 
 def _detect(facts: Facts) -> Iterator[Finding]:
@@ -93,7 +101,11 @@ def _finding(
 ) -> Finding:
     remedies, none, requested = remedies_for(facts, classes, cost_ns)
     evidence = [
-        Evidence(f"{name} takes {taken_ns / 1e6:.3f} ms of {facts.mean.window_ns / 1e6:.3f} ms", "account")
+        Evidence(
+            f"{name} takes {taken_ns / 1e6:.3f} ms of {facts.mean.window_ns / 1e6:.3f} ms",
+            "account",
+            {"class_ms": taken_ns / 1e6, "step_ms": facts.mean.window_ns / 1e6},
+        )
     ]
     if remedies and requested:
         evidence.append(Evidence(f"asked for already: {', '.join(requested)}", "configuration"))
@@ -106,7 +118,9 @@ def _finding(
         rule="account_classes",
         kind="loss",
         subject=name,
-        cause=cause,
+        cause=_row(classes[0] if classes else "unexplained")[1],
+        text=cause,
+        class_name=name,
         cost_ns=cost_ns,
         points=bar.points if facts.has_points else None,
         share=facts.share_of(taken_ns if cost_ns is None else cost_ns),
@@ -117,4 +131,4 @@ def _finding(
     )
 
 
-RULE = Rule("account_classes", _detect)
+RULE = Rule("account_classes", tuple(dict.fromkeys(cause for _, cause, _ in CAUSE_OF_CLASS)), (), _detect)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from drivetrain.config.blend import transform_paths
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Evidence, Finding
 from drivetrain.diagnose.remedies import remedies_for
@@ -29,12 +30,19 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         rule="data_operations",
         kind="loss",
         subject=name,
-        cause="the slowest operation of building batches, for which steps wait",
+        cause=_cause(facts, name),
+        text="the slowest operation of building batches, for which steps wait",
+        confidence="medium",
         cost_ns=cost,
         points=facts.points_of(cost),
         share=facts.share_of(cost),
         evidence=(
-            Evidence(f"{share:.0%} of building a micro-batch: {parts}", "events of the run"),
+            Evidence(
+                f"{share:.0%} of building a micro-batch: {parts}",
+                "events of the run",
+                {f"{other} s": time for other, time in facts.data_operations.items()},
+                names=(name,),
+            ),
             Evidence("its part of data.loader, as its share of building", "account"),
         ),
         remedies=remedies,
@@ -44,4 +52,17 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     )
 
 
-RULE = Rule("data_operations", _detect)
+def _cause(facts: Facts, operation: str) -> str:
+    data = None if facts.config is None else facts.config.data
+    own = () if data is None else (*transform_paths(data.transform), *transform_paths(data.batch_transform))
+    if operation in own:
+        return "data.slow_transform"
+    return "data.slow_collation" if operation == "collate" else "data.slow_read"
+
+
+RULE = Rule(
+    "data_operations",
+    ("data.slow_transform", "data.slow_read", "data.slow_collation"),
+    ("configuration",),
+    _detect,
+)

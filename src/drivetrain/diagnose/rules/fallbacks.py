@@ -24,7 +24,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
             rule="fallbacks",
             kind="not_in_effect",
             subject=word.replace("_", "-"),
-            cause=finding.message,
+            cause="kernels.fallback",
+            text=finding.message,
             evidence=(Evidence("names of the operators and kernels that ran", "trace"),),
             unknown={
                 "cost_ns": "what the expected implementation would have taken was not measured",
@@ -33,4 +34,4 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule("fallbacks", _detect)
+RULE = Rule("fallbacks", ("kernels.fallback",), (), _detect)

@@ -20,6 +20,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
                 f"last at {straggler.times_last} of {straggler.collectives} matched collectives; cost as a mean over "
                 "the other ranks and all recorded steps",
                 "account, across ranks",
+                {"times_last": straggler.times_last, "collectives": straggler.collectives},
+                ranks=(straggler.rank,),
             )
         ]
         for verdict in facts.account.verdicts:
@@ -32,7 +34,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
             rule="late_ranks",
             kind="loss",
             subject=f"rank {straggler.rank}",
-            cause="the other ranks wait for it",
+            cause=_cause(facts, straggler.rank),
+            text="the other ranks wait for it",
             cost_ns=cost,
             points=facts.points_of(cost),
             share=facts.share_of(cost),
@@ -43,4 +46,12 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule("late_ranks", _detect)
+def _cause(facts: Facts, rank: int) -> str:
+    """A rank that computes longer is slow; one that does not, or of which nobody knows, is late."""
+    slow = any(
+        verdict.late_rank == rank and "slow_rank" in verdict.losses for verdict in facts.account.verdicts
+    )
+    return "communication.slow_rank" if slow else "communication.late_rank"
+
+
+RULE = Rule("late_ranks", ("communication.slow_rank", "communication.late_rank"), ("several ranks",), _detect)

@@ -28,6 +28,16 @@ _FIXED_SHARE = 0.2
 """Share of the time under way above which the fixed costs of calls are worth saving."""
 _MOST_CHUNKS = 32
 """As many as `ops tune` tries."""
+_BUCKET_CAUSES = {
+    "too_large": "communication.buckets_too_large",
+    "too_small": "communication.buckets_too_small",
+    "too_much": "communication.too_much",
+}
+_CHUNK_CAUSES = {
+    "too_large": "communication.chunks_too_few",
+    "too_small": "communication.chunks_too_many",
+    "too_much": "communication.too_much",
+}
 _ROOM = 0.5
 """Part of what is waited for that must have had room under computation for size to be the cause."""
 
@@ -159,6 +169,7 @@ def _of_buckets(facts: Facts, found: Mapping[str, Any], pieces: Pieces) -> Findi
         facts,
         found,
         "buckets of gradients",
+        _BUCKET_CAUSES[verdict.kind] if pieces.calls > 1 else "communication.serial",
         words[verdict.kind],
         pieces,
         verdict,
@@ -192,6 +203,7 @@ def _of_chunks(facts: Facts, found: Mapping[str, Any], pieces: Pieces) -> Iterat
         facts,
         found,
         "chunks of tensor parallelism",
+        _CHUNK_CAUSES[verdict.kind],
         words[verdict.kind],
         pieces,
         verdict,
@@ -226,6 +238,7 @@ def _finding(
     found: Mapping[str, Any],
     subject: str,
     cause: str,
+    text: str,
     pieces: Pieces,
     verdict: Verdict,
     entry: Optimisation,
@@ -248,6 +261,8 @@ def _finding(
         kind="loss",
         subject=subject,
         cause=cause,
+        text=text,
+        confidence="medium",
         cost_ns=cost,
         points=facts.points_of(cost),
         share=share,
@@ -279,4 +294,9 @@ def _evidence(found: Mapping[str, Any], pieces: Pieces) -> Iterator[Evidence]:
         )
 
 
-RULE = Rule("overlap_advice", _detect)
+RULE = Rule(
+    "overlap_advice",
+    ("communication.serial", *dict.fromkeys((*_BUCKET_CAUSES.values(), *_CHUNK_CAUSES.values()))),
+    ("configuration",),
+    _detect,
+)

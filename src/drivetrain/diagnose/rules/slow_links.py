@@ -26,15 +26,20 @@ def _detect(facts: Facts) -> Iterator[Finding]:
             rule="slow_links",
             kind="loss",
             subject=f"{verdict.group} {verdict.kind} of ranks {who}",
-            cause="bytes move slower than they could",
+            cause="communication.slow_link",
+            text="bytes move slower than they could",
             cost_ns=cost,
             points=facts.points_of(cost),
             share=facts.share_of(cost),
-            evidence=(Evidence(f"{verdict.occurrences} of them{speeds}", "account, across ranks"),),
+            evidence=(
+                Evidence(
+                    f"{verdict.occurrences} of them{speeds}", "account, across ranks", ranks=verdict.ranks
+                ),
+            ),
             no_remedy="no entry of the catalogue treats a slow link: look at the link between these ranks",
             part_of="communication",
             unknown=facts.no_points,
         )
 
 
-RULE = Rule("slow_links", _detect)
+RULE = Rule("slow_links", ("communication.slow_link",), ("several ranks",), _detect)

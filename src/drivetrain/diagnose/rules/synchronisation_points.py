@@ -26,14 +26,23 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
         inside = f", in {point.range}" if point.range is not None else ""
         host = f"{point.waited_ns / steps / 1e6:.3f} ms of host time"
-        evidence = [Evidence(f"{called}{inside}: {often}, {host}", facts.waits_source)]
+        evidence = [
+            Evidence(
+                f"{called}{inside}: {often}, {host}",
+                facts.waits_source,
+                {"calls_per_step": point.calls / steps, "host_ms_per_step": point.waited_ns / steps / 1e6},
+                names=(*point.operators, point.call),
+                place=point.frame,
+            )
+        ]
         if waits.hint is not None:
             evidence.append(Evidence(waits.hint, "hint"))
         yield Finding(
             rule="synchronisation_points",
             kind="loss",
             subject=point.frame or called,
-            cause="the host waits for the device here, which stands still after it"
+            cause="host.synchronisation_point",
+            text="the host waits for the device here, which stands still after it"
             + (" (below this frame, on another thread)" if point.frame_is_callers else ""),
             cost_ns=cost,
             points=facts.points_of(cost),
@@ -45,4 +54,4 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule("synchronisation_points", _detect)
+RULE = Rule("synchronisation_points", ("host.synchronisation_point",), ("device",), _detect)

@@ -18,7 +18,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
             rule="withheld_figures",
             kind="withheld",
             subject=finding.id,
-            cause=finding.message,
+            cause="records.withheld",
+            text=finding.message,
             evidence=(
                 Evidence(f"withheld: {affected}" if affected else "an error in the figures", "health"),
             ),
@@ -29,4 +30,4 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RULE = Rule("withheld_figures", _detect)
+RULE = Rule("withheld_figures", ("records.withheld",), (), _detect)

@@ -37,7 +37,8 @@ def _finding(facts: Facts, record: OptimisationRecord) -> Finding:
         rule="without_effect",
         kind="not_in_effect",
         subject=record.name,
-        cause=f"{record.field} = {value} was requested and {what}",
+        cause="optimisation.not_in_effect",
+        text=f"{record.field} = {value} was requested and {what}",
         evidence=tuple(evidence),
         unknown={
             "cost_ns": "what it would have saved was not measured",
@@ -51,4 +52,4 @@ def _treated_ns(facts: Facts, name: str) -> float:
     return sum(ns for one, ns in facts.mean.classes.items() if any(treats(entry, one) for entry in entries))
 
 
-RULE = Rule("without_effect", _detect)
+RULE = Rule("without_effect", ("optimisation.not_in_effect",), ("configuration",), _detect)

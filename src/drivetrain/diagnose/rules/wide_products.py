@@ -1,0 +1,65 @@
+"""Matrix products in fp32 on a device that is faster in 16 bits."""
+
+from collections.abc import Iterator
+
+from drivetrain.diagnose.facts import Facts
+from drivetrain.diagnose.finding import Evidence, Finding
+from drivetrain.diagnose.loss import loss
+from drivetrain.diagnose.remedies import remedies_against
+from drivetrain.diagnose.rule import Rule
+from drivetrain.measure.peaks import find_device
+
+__all__ = ["RULE"]
+
+_LEAST = 0.05
+"""Share of the products' time in 32 bits from which it is the cause: a router or a loss in fp32 is meant so."""
+
+
+def _detect(facts: Facts) -> Iterator[Finding]:
+    assert facts.trace is not None
+    if facts.config is not None and facts.config.precision.params_dtype != "fp32":
+        return  # Asked for in 16 bits: what ran otherwise is a fallback.
+    counts = facts.trace.matmul_dtypes
+    known = sum(count.ns for dtype, count in counts.items() if dtype != "unknown")
+    wide = {dtype: counts[dtype].ns / known for dtype in ("fp32", "tf32") if known and dtype in counts}
+    share = sum(wide.values())
+    if share < _LEAST:
+        return
+    products = facts.mean.classes.get("compute.matmul", 0.0)
+    cost, why = _cost(facts, products, wide)
+    remedies, none, _ = remedies_against(facts, "kernels.wrong_precision", cost)
+    yield loss(
+        facts,
+        "wide_products",
+        "kernels.wrong_precision",
+        "matrix products in fp32",
+        cost,
+        why_unknown=why,
+        confidence="medium",
+        evidence=(
+            Evidence(
+                f"{share:.0%} of the products' time is in {' and '.join(sorted(wide))}: "
+                f"{products * share / 1e6:.3f} ms a step",
+                facts.trace.source,
+                {f"{dtype}_share": part for dtype, part in wide.items()},
+            ),
+        ),
+        remedies=remedies,
+        no_remedy=none,
+        part_of="compute.matmul",
+    )
+
+
+def _cost(facts: Facts, products: float, wide: dict[str, float]) -> tuple[float | None, str | None]:
+    if facts.device is None:
+        return None, "how much faster the device is in 16 bits is unknown: name it with --device"
+    peaks = find_device(facts.device).flops
+    lost = 0.0
+    for dtype, share in wide.items():
+        if dtype not in peaks or "bf16" not in peaks:
+            return None, f"no trusted peak of {facts.device} in {dtype} and bf16"
+        lost += products * share * max(0.0, 1 - peaks[dtype] / peaks["bf16"])
+    return lost, None
+
+
+RULE = Rule("wide_products", ("kernels.wrong_precision",), ("trace", "device"), _detect)

@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from drivetrain.addresses import take_secrets, withheld
+from drivetrain.collector import collect_seldom
 from drivetrain.errors import DrivetrainError
 
 __all__ = ["application", "main"]
@@ -94,6 +95,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """Entry point of ``drivetrain``."""
+    collect_seldom()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A name that the terminal's encoding lacks is shown with escapes, as it is on stderr.
         sys.stdout.reconfigure(errors="backslashreplace")

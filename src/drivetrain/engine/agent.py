@@ -13,12 +13,13 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
+from drivetrain.collector import collect_seldom
 from drivetrain.engine.parent import end_with_parent
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["main"]
 
@@ -27,6 +28,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the agent to its end; returns the exit code of the first rank that failed, 0 for none."""
     launcher, descriptor, *rest = arguments
     end_with_parent(int(launcher), signal.SIGTERM)
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     logging.disable(logging.CRITICAL)
     try:
         torchrun.run(torchrun.parse_args(rest))
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def cause_of(failures: "Mapping[int, ProcessFailure]") -> tuple[int, ProcessFailure]:
     """The rank that brought the others down: they end because it has gone, within the same look at all of them.
 
     One that a signal ended comes first (SIGTERM is the agent's own way to end the others), then one that ended without
@@ -60,7 +65,7 @@ def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailur
     return first, failures[first]
 
 
-def describe(rank: int, failure: ProcessFailure) -> str:
+def describe(rank: int, failure: "ProcessFailure") -> str:
     """What became of a rank. (One that exited by itself has said so.)"""
     if failure.exitcode >= 0:
         return f"rank {rank} (process {failure.pid}) ended with exit code {failure.exitcode}"
@@ -72,4 +77,5 @@ def describe(rank: int, failure: ProcessFailure) -> str:
 if __name__ == "__main__":
     # torchrun's own names for processes and variables are kept: ranks see what they would under torchrun.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    collect_seldom()
     sys.exit(main(sys.argv[1:]))

@@ -159,7 +159,7 @@ def test_the_whole_loop_keeps_the_workers_and_can_be_shown_again(tiny: Tiny, tin
     assert trained["status"] == "finished"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(2400)
 def test_killed_five_times_the_ladder_ends_and_repeats_no_finished_piece(
     tiny: Tiny, tiny_corpus: Path

@@ -72,9 +72,20 @@ def test_an_operator_asked_for_alone_serves_alone(operator: str) -> None:
     assert {name for name, _ in selection.served} == {operator}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["llama_gqa_untied", "qwen3", "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=pytest.mark.long if sampled else pytest.mark.exhaustive)
+        for family, dtype, sampled in (
+            ("llama_gqa_untied", torch.float32, True),
+            ("llama_gqa_untied", torch.bfloat16, False),
+            ("qwen3", torch.float32, False),
+            ("qwen3", torch.bfloat16, True),
+            ("gpt2", torch.float32, True),
+            ("gpt2", torch.bfloat16, False),
+        )
+    ],
+)
 def test_what_operators_prefer_is_no_further_from_float64_than_the_models_own_code(
     family: str, dtype: torch.dtype
 ) -> None:

@@ -69,6 +69,17 @@ def test_compiled_code_is_as_near_to_float64_as_the_reference() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["adamw", "gradient_clip"])
+def test_compiled_code_passes_every_third_case_in_one_dtype(name: str) -> None:
+    operator = operator_named(name)
+    assert len(operator.cases()) > 6
+    found = []
+    for number, case in enumerate(operator.cases()[::3]):
+        found += problems_of(operator, "inductor", [case], case.dtypes[number % len(case.dtypes)])
+    assert found == []
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["adamw", "gradient_clip"])
 def test_compiled_code_passes_every_case_in_one_dtype(name: str) -> None:

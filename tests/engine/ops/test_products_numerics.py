@@ -87,9 +87,14 @@ def test_a_backend_is_as_near_to_float64_as_the_reference(
     assert problems_of(name, backend, operator_named(name).cases(), dtype, upstream) == []
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.long if dtype == "bfloat16" else pytest.mark.exhaustive)
+        for dtype in DTYPES
+    ],
+)
 def test_compiled_cross_entropy_passes_the_whole_grid(dtype: str) -> None:
     cases = operator_named("linear_cross_entropy").cases()
     assert problems_of("linear_cross_entropy", "inductor", cases, dtype, "dense") == []

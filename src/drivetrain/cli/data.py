@@ -72,7 +72,8 @@ def _prepare(
         typer.Argument(
             metavar="INPUT...",
             help="Text files, folders, JSON lines (.jsonl, .ndjson, .json; also .gz, .zst), .parquet, .arrow, "
-            "or a folder that the datasets library saved; also by URL. With --bake: overrides of its configuration.",
+            "WebDataset (.tar), or a folder of MDS or that the datasets library saved; also by URL. With --bake: "
+            "overrides of its configuration.",
         ),
     ] = None,
     output: Annotated[

@@ -66,10 +66,10 @@ class Options:
     """How a corpus is prepared.
 
     Attributes:
-        json_key: key of the text in JSON lines, and its column in Parquet and Arrow.
+        json_key: key of the text in JSON lines and WebDataset, and its column in Parquet, Arrow and MDS.
         eod_token: token that ends each document; by default the first usual name the tokenizer has.
         drop_duplicates: of equal documents the first alone is kept.
-        strict: a broken JSON line is an error, instead of being counted and left out.
+        strict: a broken JSON line, or a sample without text, is an error, instead of being counted and left out.
         workers: processes that encode. 1: this one alone, where the tokenizer uses threads; None: as many as there
             are cores, if the inputs are worth it. Processes import the script that calls: it needs the usual
             ``if __name__ == "__main__"``. The corpus is the same to the byte.
@@ -107,7 +107,8 @@ def prepare(
     ended midway, even by ``kill -9``, goes on where it was when it is asked for again (see ``partial``).
 
     Args:
-        inputs: text files (one document each), folders, JSON lines (also .gz and .zst), Parquet, Arrow; by path or URL.
+        inputs: text files (one document each), folders, JSON lines (also .gz and .zst), Parquet, Arrow, MDS and
+            WebDataset; by path or URL.
         output_prefix: path without suffix; its folder is made.
         vocab_size: train byte-level BPE of this many ids on the inputs; DEFAULT_VOCABULARY when neither
             this nor ``tokenizer_path`` is given.

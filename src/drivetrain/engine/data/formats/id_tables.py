@@ -6,6 +6,7 @@ the cache folder, under the fingerprint of the files.
 
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from drivetrain.engine.data.formats.detect import first_bytes
 from drivetrain.engine.data.indexed import IndexedReader, IndexedWriter, index_path
 from drivetrain.engine.data.progress import Progress, ProgressCallback
 from drivetrain.engine.data.sources.discovery import saved_data_set
+from drivetrain.engine.data.sources.mds_shards import integer_array, mds_index, open_shard
 from drivetrain.engine.data.sources.tables import arrow_batches, require_arrow
 from drivetrain.engine.data.standard_library import only_one
 from drivetrain.errors import DataError
@@ -26,16 +28,23 @@ from drivetrain.measure.machine import cache_folder
 __all__ = ["id_table_files", "open_id_table"]
 
 COLUMN = "input_ids"
+MDS_COLUMNS = (COLUMN, "tokens")
+SAMPLES_AT_ONCE = 1024
+Checksums = dict[Path, tuple[str, str] | None]
 VERSION = "1"
 """Changes when the copy of the same files would be another."""
 
 
 def id_table_files(path: Path) -> list[Path] | None:
-    """The tables behind ``path``: a Parquet file, a folder of them, or a saved data set; None for anything else."""
+    """The tables behind ``path``: a Parquet file, a folder of them, a saved data set, or the shards of a folder of MDS;
+    None for anything else."""
     if path.is_file():
         return [path] if first_bytes(path, 4) == b"PAR1" else None
     if not path.is_dir():
         return None
+    shards = mds_index(path)
+    if shards:
+        return [shard.path for shard in shards]
     return saved_data_set(path) or sorted(path.glob("*.parquet")) or None
 
 
@@ -52,13 +61,19 @@ def open_id_table(path: Path, files: list[Path], progress: ProgressCallback) -> 
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with only_one(prefix.parent / "lock", progress):
             if not index_path(prefix).exists():
-                _copy(files, prefix, progress)
+                _copy(files, prefix, _checksums(path), progress)
     except OSError as error:
         raise write_fault(prefix, error, f"the ids of {path} were not copied") from error
     return IndexedReader(prefix)
 
 
-def _copy(files: list[Path], prefix: Path, progress: ProgressCallback) -> None:
+def _checksums(path: Path) -> Checksums:
+    """Of the shards of MDS; nothing of other files."""
+    shards = mds_index(path) if path.is_dir() else None
+    return {shard.path: shard.checksum for shard in shards or ()}
+
+
+def _copy(files: list[Path], prefix: Path, checksums: Checksums, progress: ProgressCallback) -> None:
     for leftover in prefix.parent.glob("*.tmp-*"):
         leftover.unlink()
     needed = sum(file.stat().st_size for file in files)
@@ -67,7 +82,8 @@ def _copy(files: list[Path], prefix: Path, progress: ProgressCallback) -> None:
     # Ids of any vocabulary: how large it is, only the end of the copy would tell.
     with IndexedWriter(prefix, 2**31) as writer:
         for number, file in enumerate(files):
-            for lengths, ids in _rows(file):
+            rows = _mds_rows(file, checksums[file]) if file in checksums else _rows(file)
+            for lengths, ids in rows:
                 try:
                     writer.add_all(ids, lengths)
                 except DataError as error:
@@ -92,6 +108,32 @@ def _rows(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         raise
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _mds_rows(
+    path: Path, checksum: tuple[str, str] | None
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """As :func:`_rows`, of a shard of MDS."""
+    shard = open_shard(path, checksum)
+    column = next((one for one in MDS_COLUMNS if one in shard.columns), None)
+    if column is None:
+        raise DataError(
+            f"{path}: no column {' or '.join(map(repr, MDS_COLUMNS))}, so that it holds no token ids; its columns: "
+            f"{', '.join(shard.columns)}; make a corpus of its text with `drivetrain data prepare`"
+        )
+    encoding = shard.columns[column]
+    if encoding == "bytes":
+        raise DataError(
+            f"{path}: column {column!r} is bytes, which do not say how wide an id is; write it as ndarray:int32"
+        )
+    for start in range(0, shard.num_samples, SAMPLES_AT_ONCE):
+        held = []
+        for value in islice(shard.values(column, start), SAMPLES_AT_ONCE):
+            try:
+                held.append(integer_array(encoding, value).astype(np.int64))
+            except ValueError as error:
+                raise DataError(f"{path}: column {column!r}: {error}") from error
+        yield np.array([len(one) for one in held], np.int64), np.concatenate(held)
 
 
 def _columns(pyarrow: Any, path: Path) -> Iterator[Any]:

@@ -28,8 +28,8 @@ def open_tokens(path: str | Path, progress: ProgressCallback = silent) -> TokenR
         return open_id_table(file, tables, progress)
     if file.is_dir():
         raise DataError(
-            f"{str(path)!r} is a folder without Parquet files, and no saved data set; a corpus is named by its prefix, "
-            "as in corpora/mine, or by its file"
+            f"{str(path)!r} is a folder without Parquet files, and no saved data set or MDS; a corpus is named by its "
+            "prefix, as in corpora/mine, or by its file"
         )
     if not file.is_file():
         return IndexedReader(path)  # which says what is missing

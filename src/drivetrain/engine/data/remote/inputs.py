@@ -19,6 +19,8 @@ __all__ = ["Brought", "bring_corpus", "bring_input"]
 
 BESIDE = (".meta.json", ".tokenizer.json")
 """What a corpus may have beside tokens and index."""
+OF_IDS = (".parquet", ".arrow", ".mds", ".mds.gz", ".mds.zstd", ".mds.zst")
+"""Files of a folder that may hold token ids."""
 LIST_OF_FOLDER = "SHA256SUMS"
 MOST_LIST_BYTES = 1 << 26
 _LINE = re.compile(r"([0-9a-fA-F]{64})(?:\s+\*?(.+))?$")
@@ -235,11 +237,11 @@ def _files_of_corpus(optional: _Optional) -> Wanted:
             raise DataError(f"{store.url}{missing} does not exist: an indexed corpus has both .bin and .idx")
         wanted = _file_or_folder(optional)
         # A folder may hold much else.
-        tables = [one for one in wanted if one[1] == name or one[1].endswith((".parquet", ".arrow", ".json"))]
-        if not any(one[1] == name or one[1].endswith((".parquet", ".arrow")) for one in tables):
+        tables = [one for one in wanted if one[1] == name or one[1].endswith((*OF_IDS, ".json"))]
+        if not any(one[1] == name or one[1].endswith(OF_IDS) for one in tables):
             raise DataError(
-                f"{store.url} is no corpus: there is no {name}.bin with an {name}.idx, and in the folder no .parquet "
-                "or .arrow; text becomes a corpus with `drivetrain data prepare`"
+                f"{store.url} is no corpus: there is no {name}.bin with an {name}.idx, and in the folder no .parquet, "
+                ".arrow or .mds; text becomes a corpus with `drivetrain data prepare`"
             )
         return [*tables, *_beside(optional)] if len(wanted) == 1 else tables
     wanted = [(tokens, f"{name}.bin"), (index, f"{name}.idx")]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orjson
 
+from drivetrain.engine.data.sources.mds_shards import mds_index
 from drivetrain.engine.data.sources.source import Source
 from drivetrain.errors import DataError
 
@@ -14,16 +15,19 @@ __all__ = ["COMPRESSED", "discover", "saved_data_set"]
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 COMPRESSED = (".gz", ".zst", ".zstd")
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+ARCHIVES = (".tar", ".tgz")
+SHARD = ".mds"
 
 
 def discover(inputs: Sequence[str | Path]) -> tuple[list[Source], Counter[str]]:
     """All files behind ``inputs``, in the order given, folders sorted by path; and what was passed over.
 
     Hidden files and folders (a leading dot) inside a folder are passed over and counted. A folder that the
-    ``datasets`` library saved stands for its Arrow files.
+    ``datasets`` library saved stands for its Arrow files, and one of MDS for the shards that its index names.
 
     Raises:
-        DataError: no inputs, or an input does not exist; a saved data set of several splits.
+        DataError: no inputs, or an input does not exist; a saved data set of several splits; MDS whose index does not
+            fit its shards.
     """
     if not inputs:
         raise DataError("no input; give at least one text file, folder, .jsonl or .parquet file")
@@ -88,6 +92,10 @@ def _bare_suffix(path: Path) -> str:
 def _kind(path: Path) -> str:
     if _bare_suffix(path) in JSON_LINES:
         return "jsonl"
+    if _bare_suffix(path) in ARCHIVES:
+        return "webdataset"
+    if _bare_suffix(path) == SHARD:
+        return "mds"
     return TABLES.get(path.suffix.lower(), "text")
 
 
@@ -96,6 +104,12 @@ def _walk(folder: Path, skipped: Counter[str]) -> Iterator[Source]:
     if saved is not None:
         for path in saved:
             yield Source(path, "arrow", named=True, size=path.stat().st_size)
+        return
+    shards = mds_index(folder)
+    if shards is not None:
+        for shard in shards:
+            size = shard.path.stat().st_size
+            yield Source(shard.path, "mds", named=True, size=size, checksum=shard.checksum)
         return
     try:
         entries = sorted(folder.iterdir(), key=lambda path: path.name)

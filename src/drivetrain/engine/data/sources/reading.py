@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from drivetrain.engine.data.sources import json_lines, tables, text
+from drivetrain.engine.data.sources import json_lines, mds, samples, tables, text, webdataset
 from drivetrain.engine.data.sources.source import (
     START,
     Block,
@@ -14,6 +14,7 @@ from drivetrain.engine.data.sources.source import (
     Position,
     Reading,
     Report,
+    Samples,
     Source,
 )
 
@@ -34,6 +35,10 @@ def blocks_of(sources: Sequence[Source], reading: Reading, start: Position = STA
         at = Position(number, start.offset, start.line) if number == start.source else Position(number)
         if source.kind == "jsonl":
             yield from json_lines.blocks(source, at, reading)
+        elif source.kind == "mds":
+            yield from mds.blocks(source, at, reading)
+        elif source.kind == "webdataset":
+            yield from webdataset.blocks(source, at, reading)
         elif source.kind != "text":
             yield from tables.blocks(source, at, reading)
         elif text.is_long(source, reading):
@@ -54,12 +59,14 @@ def texts_of(content: Content, reading: Reading, report: Report) -> Iterator[str
     """The texts of a block, empty ones included. What is left out is counted in ``report``.
 
     Raises:
-        DataError: a named file that is no text; a broken line where ``reading.strict``.
+        DataError: a named file that is no text; a broken line or sample where ``reading.strict``.
     """
     if isinstance(content, FileTexts):
         return text.texts(content, report)
     if isinstance(content, Lines):
         return json_lines.texts(content, reading, report)
+    if isinstance(content, Samples):
+        return samples.texts(content, reading, report)
     if isinstance(content, Fragment):
         return iter((content.data.decode("utf-8"),))
     if isinstance(content, LeftOut):

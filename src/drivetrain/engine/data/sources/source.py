@@ -16,6 +16,8 @@ __all__ = [
     "Reading",
     "Report",
     "Rows",
+    "Sample",
+    "Samples",
     "Source",
 ]
 
@@ -29,15 +31,18 @@ class Source:
 
     Attributes:
         path: the file.
-        kind: ``text`` (one document), ``jsonl`` (one a line), ``parquet`` or ``arrow`` (one a row).
+        kind: ``text`` (one document), ``jsonl`` (one a line), ``parquet`` or ``arrow`` (one a row), ``mds`` or
+            ``webdataset`` (one a sample).
         named: the user named this file; one found in a folder may be skipped, a named one may not.
         size: bytes on disk.
+        checksum: algorithm and hexadecimal digest of the file, where the data set says them.
     """
 
     path: Path
     kind: str
     named: bool
     size: int
+    checksum: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,14 @@ class Report:
     def broken_line(self, place: str) -> None:
         """Count a line that could not be used."""
         self.skipped["broken JSON lines"] += 1
+        self._keep(place)
+
+    def broken_sample(self, place: str) -> None:
+        """Count a sample that holds no text."""
+        self.skipped["samples without text"] += 1
+        self._keep(place)
+
+    def _keep(self, place: str) -> None:
         if len(self.broken) < MOST_PLACES:
             self.broken.append(place)
 
@@ -124,6 +137,30 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One sample of a data set.
+
+    Attributes:
+        name: as the data set names it.
+        form: ``text`` (UTF-8), ``json`` (a string), ``object`` (JSON with the text under ``Reading.json_key``), or
+            ``none``, where data names what it has instead.
+        data: as the file holds it.
+    """
+
+    name: str
+    form: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Consecutive samples of a file."""
+
+    path: Path
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
 class Fragment:
     """A part of one long document.
 
@@ -145,7 +182,7 @@ class LeftOut:
     reason: str
 
 
-Content = FileTexts | Lines | Rows | Fragment | LeftOut
+Content = FileTexts | Lines | Rows | Samples | Fragment | LeftOut
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Inputs of ``data prepare``: text files, JSON lines, tables and sharded data sets, in blocks that a process can encode.
+"""Inputs of ``data prepare``: texts, JSON lines, tables and sharded data sets, in blocks that a process can encode.
 
 What lives here: one file a kind of input, each cutting its sources into blocks (``blocks``, in the process that
 prepares) and turning a block into texts (``texts``, in whichever process encodes it). What may not: anything that

@@ -92,6 +92,7 @@ def test_the_command_line_keeps_no_secret_and_leaves_the_address_to_who_reads_it
     assert whole_address("https://h/c?v=1", environment) == "https://h/c?v=1"
     take_secrets(other := ["https://me:secret@h/x"], environment)
     assert other == ["https://withheld@h/x"]
+    assert holds_password(other[0]), "it is refused as the whole one would be"
     assert "secret" not in environment[ADDRESS_VARIABLE]
 
 

@@ -27,7 +27,8 @@ PASSWORD_ADVICE = (
     "variables, or as the protocol's own package reads it"
 )
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://[^\s'\"<>]+")
-_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
+# One that was taken out is refused as it would have been.
+_PASSWORD = re.compile(r"://([^/\s]*:[^/\s]*|withheld)@")
 # A name alone is no secret, but a token in its place is as long as one. Elsewhere: abfs://container@account.
 _HTTP_TOKEN = re.compile(r"https?://[^/?#\s]{16,}@")
 _USER = re.compile(r"((?:https?://)(?=[^/?#\s]{16,}@)|://(?=[^/\s]*:[^/\s]*@))[^/\s]*@")

@@ -39,6 +39,6 @@ def open_tokens(path: str | Path, progress: ProgressCallback = silent) -> TokenR
         return IndexedReader(path)  # which says that a corpus is named by its prefix
     kind = foreign_format(first_bytes(file)) or "no file of token ids"
     raise DataError(
-        f"{file} is {kind}; readable are a prefix of .bin and .idx (Megatron), a .bin of nanoGPT or llm.c, and Parquet "
-        "with input_ids. Text becomes a corpus with `drivetrain data prepare`"
+        f"{file} is {kind}; readable are a prefix of .bin and .idx (Megatron), a .bin of nanoGPT or llm.c, Parquet "
+        "with input_ids, and folders of MDS. Text becomes a corpus with `drivetrain data prepare`"
     )

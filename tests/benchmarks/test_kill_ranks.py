@@ -83,7 +83,7 @@ def test_whatever_is_half_written_is_found(tmp_path: Path) -> None:
     assert [path.name for path in whole_checkpoints(tmp_path)] == ["step-00000005"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_four_ranks_that_hold_one_model_go_on_after_two_kills_as_if_nothing_had_happened(
     tmp_path: Path,

@@ -184,7 +184,7 @@ def test_documents_are_functions_and_methods_with_their_bodies() -> None:
     assert all((library / f"{module}.py").is_file() for module in MODULES)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_a_layout_passes_and_the_same_layout_with_a_mean_instead_of_a_sum_fails(tmp_path: Path) -> None:
     plan = Plan(steps=20, layouts=["dp2 zero3"], harmed=[("dp2 zero3", MEAN), ("dp2 zero3", NOTHING)])

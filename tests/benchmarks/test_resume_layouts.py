@@ -88,7 +88,7 @@ def test_the_control_changes_one_moment_and_is_a_sound_checkpoint(tmp_path: Path
     assert _apart(made["large/exp_avg"], found["large/exp_avg"]) == pytest.approx(0.01, rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_two_pairs_of_layouts_go_on_as_one_run_and_a_changed_moment_shows(tmp_path: Path) -> None:
     plan = Plan(pairs=[(ONE, "tp2 pp2"), ("tp2 pp2", "dp2 zero3"), (ONE, ONE)], exported=["tp2 pp2"])

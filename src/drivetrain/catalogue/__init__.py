@@ -5,7 +5,20 @@ An entry is a module of this package with an ``ENTRY``; it is found by being the
 diagnosis and the documentation anywhere.
 """
 
-from drivetrain.catalogue.discovery import catalogue, entry, entry_of_field
-from drivetrain.catalogue.entry import Knob, Numerics, Optimisation
+from drivetrain.catalogue.discovery import catalogue, entry, entry_of_field, move_between
+from drivetrain.catalogue.entry import Knob, Optimisation
+from drivetrain.catalogue.move import LearningRateRule, Move, Numerics, Setting, StepEstimate
 
-__all__ = ["Knob", "Numerics", "Optimisation", "catalogue", "entry", "entry_of_field"]
+__all__ = [
+    "Knob",
+    "LearningRateRule",
+    "Move",
+    "Numerics",
+    "Optimisation",
+    "Setting",
+    "StepEstimate",
+    "catalogue",
+    "entry",
+    "entry_of_field",
+    "move_between",
+]

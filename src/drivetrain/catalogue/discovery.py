@@ -4,15 +4,17 @@ import functools
 import importlib
 import itertools
 import pkgutil
+from collections.abc import Collection
 
 from drivetrain.catalogue.entry import Optimisation
-from drivetrain.config import nearest
+from drivetrain.catalogue.move import Move
+from drivetrain.config import RunConfig, nearest
 from drivetrain.config.leaves import leaves
 from drivetrain.errors import DrivetrainError
 from drivetrain.measure.account import CLASS_GROUPS, CLASSES
 from drivetrain.measure.memory import CATEGORIES
 
-__all__ = ["catalogue", "entry", "entry_of_field"]
+__all__ = ["catalogue", "entry", "entry_of_field", "move_between"]
 
 _PACKAGE = "drivetrain.catalogue"
 
@@ -50,6 +52,12 @@ def _validate(entries: list[Optimisation]) -> None:
         no_class = [treated for treated in one.treats if treated not in (*CLASSES, *CLASS_GROUPS)]
         assert not no_class, f"{one.name} treats what is no class of an account: {no_class}"
         assert set(one.relieves) <= set(CATEGORIES), f"{one.name} relieves what is no category of memory"
+        assert len({move.name for move in one.moves}) == len(one.moves), f"{one.name}: two moves of one name"
+        for move in one.moves:
+            no_leaf = sorted(move.leaves - leaves().keys())
+            assert not no_leaf, f"{one.name}, {move.name}: no such leaf: {no_leaf}"
+            no_class = [treated for treated in move.treats if treated not in (*CLASSES, *CLASS_GROUPS)]
+            assert not no_class, f"{one.name}, {move.name} treats what is no class of an account: {no_class}"
         assert one.evidence_rule, f"{one.name} does not say what its evidence goes by"
 
 
@@ -73,3 +81,25 @@ def entry_of_field(field: str) -> Optimisation | None:
     owners = [one for one in catalogue() if one.field == field]
     owners += [one for one in catalogue() if any(knob.field == field for knob in one.knobs)]
     return owners[0] if owners else None
+
+
+def move_between(
+    before: RunConfig, after: RunConfig, changed: Collection[str]
+) -> tuple[Optimisation, Move, str] | None:
+    """The declared move of several leaves that makes one configuration of another, its entry, and it in words.
+
+    Args:
+        changed: the leaves that differ and count.
+
+    Returns:
+        None where it is no such move. Of several the one with the fewest leaves.
+    """
+    moves = sorted(
+        ((one, move) for one in catalogue() for move in one.moves), key=lambda pair: len(pair[1].leaves)
+    )
+    for one, move in moves:
+        if changed and move.leaves.issuperset(changed):
+            words = move.describes(before, after)
+            if words is not None:
+                return one, move, words
+    return None

@@ -57,6 +57,11 @@ def _section(one: Optimisation) -> Iterator[str]:
     if one.relieves:
         yield f"* Makes {_names(one.relieves)} smaller (`docs/memory.md`)."
     yield f"* Knobs: {'; '.join(map(_knob, one.knobs)) or 'none'}."
+    for move in one.moves:
+        yield (
+            f"* Move `{move.name}`: {move.summary}. Numerics: {move.numerics}. Treats {_names(move.treats)}. May "
+            f"change {_names(tuple(sorted(move.leaves)))}."
+        )
     if one.requires:
         yield f"* Requires: {' '.join(rule.doc for rule in one.requires)}"
     if one.conflicts:

@@ -4,15 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from drivetrain.catalogue.move import Move, Numerics
 from drivetrain.config import LaunchFacts, Rule, RunConfig, leaves
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation, Prediction
 
 __all__ = ["Knob", "Numerics", "Optimisation"]
-
-Numerics = Literal["exact", "round-off", "statistical"]
-"""What an optimisation may do to the numbers, and so which gate it must pass: nothing, to the bit; another order or
-rounding of the same arithmetic; another arithmetic, whose training must be as good."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +55,7 @@ class Optimisation:
         relieves: categories of memory (``measure/memory.py``) that it makes smaller.
         applies: None, or why it can have no effect under these facts (one process has nothing to communicate).
         knobs: leaves that are searched once it is on.
+        moves: changes of several leaves that belong together, each with a gate of its own; tried once each.
         requires: rules that hold while it is requested.
         conflicts: names of entries that cannot be requested with it.
         capability: one of ``engine/capabilities.py``'s names that it needs; None: none.
@@ -84,6 +82,7 @@ class Optimisation:
     cures: tuple[str, ...] = ()
     relieves: tuple[str, ...] = ()
     knobs: tuple[Knob, ...] = ()
+    moves: tuple[Move, ...] = ()
     requires: tuple[Rule, ...] = ()
     conflicts: tuple[str, ...] = ()
     capability: str | None = None
@@ -128,6 +127,16 @@ class Optimisation:
                     "scale": knob.scale,
                 }
                 for knob in self.knobs
+            ],
+            "moves": [
+                {
+                    "name": move.name,
+                    "summary": move.summary,
+                    "numerics": move.numerics,
+                    "treats": list(move.treats),
+                    "leaves": sorted(move.leaves),
+                }
+                for move in self.moves
             ],
             "requires": [rule.doc for rule in self.requires],
             "conflicts": list(self.conflicts),

@@ -4,6 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.larger_batch import (
+    BATCH_LEAVES,
+    LARGER_BATCH,
+    batch_in_words,
+    larger_batches,
+    predict_larger_batch,
+    why_no_larger_batch,
+)
+from drivetrain.catalogue.move import Move, Setting
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.config.stages import ZERO_BUBBLE
 from drivetrain.measure.account import Account
@@ -21,9 +30,7 @@ _OF_OTHERS = ("recompute_method", "recompute_num_layers", "recompute_modules", "
 
 
 def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
-    parallelism = config.parallelism
-    halves = parallelism.pipeline_model_parallel_size > 1 and parallelism.pipeline_schedule in ZERO_BUBBLE
-    if config.memory.recompute_granularity != "none" or halves:
+    if config.memory.recompute_granularity != "none" or _halves(config):
         return None
     if config.fusion.compile:
         return {_FIELD: "full"}
@@ -49,6 +56,57 @@ def _evidence(config: RunConfig, seen: Observation, _account: Account | None) ->
     return Evidence("absent", "forward passes were recorded, and none was repeated")
 
 
+_LEAVES = frozenset({_FIELD, *(f"memory.{name}" for name in _OF_OTHERS)})
+
+
+def _halves(config: RunConfig) -> bool:
+    """Whether the schedule goes through backward twice, and would repeat everything each time."""
+    parallelism = config.parallelism
+    return parallelism.pipeline_model_parallel_size > 1 and parallelism.pipeline_schedule in ZERO_BUBBLE
+
+
+def _no_larger_batch(config: RunConfig, setting: Setting) -> str | None:
+    granularity = config.memory.recompute_granularity
+    if granularity in ("full", "budget"):
+        return f"{_FIELD} = {granularity} already"
+    if _halves(config):
+        return "zero-bubble schedules recompute nothing"
+    return why_no_larger_batch(config, setting)
+
+
+def _proposes(config: RunConfig, setting: Setting) -> list[dict[str, Any]]:
+    """As little recomputed as the limit lets: the run's own budget, which is the limit where it has none."""
+    budget = {**_off(config), _FIELD: "budget"}
+    return [{**budget, **sizes} for sizes in larger_batches(config, setting)]
+
+
+def _describes(before: RunConfig, after: RunConfig) -> str | None:
+    """Something else is recomputed, and the batch is another as a batch changes (either way round)."""
+    policies = [_policy(config) for config in (before, after)]
+    if policies[0] == policies[1]:
+        return None
+    batch = batch_in_words(before, after)
+    return None if batch is None else f"recompute {policies[0]} to {policies[1]}, {batch}"
+
+
+def _policy(config: RunConfig) -> str:
+    memory = config.memory
+    given = {name: getattr(memory, name) for name in _OF_OTHERS if getattr(memory, name) is not None}
+    return " ".join([memory.recompute_granularity, *(f"{name}={value}" for name, value in given.items())])
+
+
+RECOMPUTE_LARGER_BATCH = Move(
+    name="recompute_larger_batch",
+    summary="as little as a memory limit lets is recomputed, and what that frees is filled with a larger batch",
+    numerics="statistical",
+    treats=LARGER_BATCH.treats,
+    leaves=BATCH_LEAVES | _LEAVES,
+    refused=_no_larger_batch,
+    proposes=_proposes,
+    describes=_describes,
+    predict=predict_larger_batch,
+)
+
 ENTRY = Optimisation(
     name="recompute",
     summary="backward computes layers, or parts of them, again instead of keeping what it needs of them",
@@ -66,6 +124,8 @@ ENTRY = Optimisation(
     # It costs time; what it gives is memory, for a larger batch say.
     treats=(),
     relieves=("activations",),
+    # A larger batch without recompute comes first, so that what that brings is not laid at recompute's door.
+    moves=(LARGER_BATCH, RECOMPUTE_LARGER_BATCH),
     evidence=_evidence,
     evidence_rule=(
         "shown: regions of repeated forward passes in the window; absent: forward passes without any; unknown where a "

@@ -51,6 +51,10 @@ def _show(one: "Optimisation") -> None:
         ("treats", ", ".join(one.treats)),
         ("relieves", ", ".join(one.relieves) or "no category of memory"),
         ("knobs", "; ".join(map(_knob, one.knobs)) or "none"),
+        (
+            "moves",
+            "; ".join(f"{move.name} ({move.numerics}): {move.summary}" for move in one.moves) or "none",
+        ),
         ("requires", " ".join(rule.doc for rule in one.requires) or "nothing of other fields"),
         ("excludes", ", ".join(one.conflicts) or "none"),
         ("capability", one.capability or "none"),

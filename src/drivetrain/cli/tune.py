@@ -63,6 +63,14 @@ def tune(
         int | None,
         typer.Option("--knob-trials", min=0, help="Most trials of one knob's search; 0: none.  [default: 4]"),
     ] = None,
+    grow_batch: Annotated[
+        str | None,
+        typer.Option(
+            "--grow-batch",
+            metavar="none|sqrt|linear",
+            help="Under a memory limit, let the global batch grow too; rule of its learning rate.  [default: it stays]",
+        ),
+    ] = None,
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Processes of each run on this machine.")
     ] = None,
@@ -90,6 +98,7 @@ def tune(
         trial_looks=trial_looks,
         knob_trials=knob_trials,
         num_processes=nproc,
+        grow_batch=grow_batch,
     )
     if replay is not None:
         words = [] if config is None else [config, *(overrides or [])]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from drivetrain.archive.tunes import Tune, find_tune, open_tune
 from drivetrain.cli.duration import seconds_of_duration
@@ -14,6 +14,8 @@ from drivetrain.cli.output import show_document
 from drivetrain.errors import DrivetrainError
 
 if TYPE_CHECKING:
+    from drivetrain.catalogue import LearningRateRule, StepEstimate
+    from drivetrain.config import RunConfig
     from drivetrain.tune.ladder_settings import LadderSettings
 
 __all__ = ["Options", "run_replay", "run_tune", "seconds_of"]
@@ -38,6 +40,7 @@ class Options:
     trial_looks: str | None
     knob_trials: int | None
     num_processes: int | None
+    grow_batch: str | None = None
 
     def given(self) -> list[str]:
         """The options that say how a new tune is climbed, and were given; ``--budget`` is not among them."""
@@ -49,6 +52,7 @@ class Options:
             "--trial-steps": self.trial_steps is not None,
             "--trial-looks": self.trial_looks is not None,
             "--knob-trials": self.knob_trials is not None,
+            "--grow-batch": self.grow_batch is not None,
             "--nproc": self.num_processes is not None,
         }
         return [name for name, is_given in given.items() if is_given]
@@ -67,7 +71,13 @@ def run_tune(source: str, overrides: Sequence[str], options: Options, *, as_json
     else:
         path = _begin(source, overrides, options)
     print(f"tune: {path}", file=sys.stderr, flush=True)
-    done = climb_tune(path, budget_s=budget_s if found is not None else None, missing=_lacks(path), say=_say)
+    done = climb_tune(
+        path,
+        budget_s=budget_s if found is not None else None,
+        missing=_lacks(path),
+        estimate=_needs(path),
+        say=_say,
+    )
     if as_json:
         show_document(contract(done.document))
     else:
@@ -155,11 +165,28 @@ def _settings(options: Options) -> "LadderSettings":
         trial_steps=options.trial_steps,
         world_size=options.num_processes or 1,
     )
+    if options.grow_batch is not None:
+        settings = dataclasses.replace(settings, batch_rule=_batch_rule(options.grow_batch))
     if options.trial_looks is not None:
         settings = dataclasses.replace(settings, looks=_looks(options.trial_looks))
     if options.knob_trials is not None:
         settings = dataclasses.replace(settings, knob_trials=options.knob_trials)
     return settings
+
+
+def _batch_rule(text: str) -> "LearningRateRule":
+    from drivetrain.catalogue import LearningRateRule
+    from drivetrain.config import nearest
+
+    known: tuple[LearningRateRule, ...] = get_args(LearningRateRule)
+    for rule in known:
+        if text == rule:
+            return rule
+    close = nearest(text, known)
+    raise DrivetrainError(
+        f"--grow-batch {text}: how is the learning rate to follow a larger global batch? One of {', '.join(known)}"
+        f"{f'; did you mean {close}?' if close else ''}"
+    )
 
 
 def _looks(text: str) -> tuple[int, ...]:
@@ -198,6 +225,20 @@ def _lacks(path: Path) -> Callable[[str], str | None]:
         return None if found.available else found.reason
 
     return lacks
+
+
+def _needs(path: Path) -> "Callable[[RunConfig], StepEstimate | str]":
+    """Configuration of the tune in ``path`` → what a step of it needs, or why it cannot be run."""
+
+    def needs(config: "RunConfig") -> "StepEstimate | str":
+        from drivetrain.engine.memory.step_estimate import estimate_step
+
+        try:
+            return estimate_step(config, int(open_tune(path).document["settings"]["world_size"]))
+        except DrivetrainError as error:
+            return str(error)
+
+    return needs
 
 
 def _say(message: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain.archive.account_file import UNEXPLAINED, newest_account
-from drivetrain.catalogue import Knob, Optimisation
+from drivetrain.catalogue import Knob, LearningRateRule, Move, Numerics, Optimisation, Setting
 from drivetrain.catalogue.rules import all_rules
 from drivetrain.config import LaunchFacts, RunConfig, violations
 from drivetrain.errors import ConfigurationError
@@ -26,19 +26,28 @@ class Candidate:
     Attributes:
         entry: of the catalogue.
         treats: classes of the account that hold time now and that it treats, the largest first.
-        change: what switches it on; None for a search of ``knob``.
+        change: what switches it on; None for a search of ``knob``, and for a move whose size is yet to be found.
         knob: what is searched.
+        move: of several leaves, of which one size is tried.
     """
 
     entry: Optimisation
     treats: tuple[str, ...]
     change: Change | None
     knob: Knob | None = None
+    move: Move | None = None
 
     @property
     def key(self) -> str:
         """What tells it from every other candidate."""
+        if self.move is not None:
+            return f"{self.entry.name}:{self.move.name}"
         return self.entry.name if self.knob is None else f"{self.entry.name}:{self.knob.field}"
+
+    @property
+    def numerics(self) -> Numerics:
+        """The gate that it must pass."""
+        return self.entry.numerics if self.move is None else self.move.numerics
 
 
 @dataclass(frozen=True)
@@ -49,11 +58,11 @@ class Survey:
     rejected: Mapping[str, str] = field(default_factory=dict)
 
 
-def _treated(entry: Optimisation, classes: Mapping[str, float]) -> list[str]:
+def _treated(what: Optimisation | Move, classes: Mapping[str, float]) -> list[str]:
     return [
         name
         for name in classes
-        if any(name == treat or name.startswith(f"{treat}.") for treat in entry.treats)
+        if any(name == treat or name.startswith(f"{treat}.") for treat in what.treats)
     ]
 
 
@@ -62,7 +71,7 @@ def _cost(candidate: Candidate) -> tuple[int, int, bool, str]:
     the machine before what does (a compiler takes its time)."""
     entry = candidate.entry
     return (
-        TIERS.index(entry.numerics),
+        TIERS.index(candidate.numerics),
         0 if candidate.knob is None else 1,
         entry.capability is not None,
         candidate.key,
@@ -76,6 +85,7 @@ def survey(
     *,
     entries: Iterable[Optimisation],
     tried: Collection[str] = (),
+    batch_rule: LearningRateRule | None = None,
     missing: Callable[[str], str | None] = lambda _capability: None,
     active: Callable[[str], bool] = lambda _entry: True,
 ) -> Survey:
@@ -83,6 +93,7 @@ def survey(
 
     Args:
         tried: keys of candidates that had their turn.
+        batch_rule: how the learning rate follows a larger global batch; None: none may be larger.
         missing: capability → None, or why this machine lacks it.
         active: whether an entry that is requested is in effect; knobs of others decide nothing.
     """
@@ -91,9 +102,23 @@ def survey(
     ordered.pop(UNEXPLAINED, None)
     rejected: dict[str, str] = {}
     pool: list[Candidate] = []
+
+    def share_of(treats: Iterable[str]) -> float:
+        return sum(ordered[name] for name in treats) / whole if whole else 0.0
+
     for entry in entries:
+        for move in entry.moves:
+            treats = _treated(move, ordered)
+            candidate = Candidate(entry, tuple(treats), None, move=move)
+            if candidate.key in tried or share_of(treats) < LEAST_SHARE:
+                continue
+            why = move.refused(config, Setting(facts, batch_rule))
+            if why is None:
+                pool.append(candidate)
+            else:
+                rejected[candidate.key] = why
         treats = _treated(entry, ordered)
-        share = sum(ordered[name] for name in treats) / whole if whole else 0.0
+        share = share_of(treats)
         if share < LEAST_SHARE:
             if entry.name not in tried and not entry.requested(config):
                 what = f"{share:.1%} of the step" if treats else "nothing in this account"

@@ -5,7 +5,8 @@ from typing import Any
 
 from drivetrain.archive.origin import RunOrigin, change_between
 from drivetrain.archive.reader import Run
-from drivetrain.catalogue import entry_of_field
+from drivetrain.catalogue import entry_of_field, move_between
+from drivetrain.config import RunConfig
 from drivetrain.errors import RunError
 from drivetrain.tune.gate import Tier
 
@@ -36,13 +37,18 @@ def change_of(baseline: Run, candidate: Run) -> dict[str, Any]:
 _NOTHING = object()
 
 
-def tier_of_change(change: Mapping[str, Any]) -> tuple[Tier, str]:
+def tier_of_change(
+    change: Mapping[str, Any], configs: tuple[RunConfig, RunConfig] | None = None
+) -> tuple[Tier, str]:
     """The tier and, in words, why it is that one.
 
     No difference, and a leaf that no catalogue entry has, claim that no number changes.
 
+    Args:
+        configs: of baseline and candidate, by which a declared move of several leaves is known.
+
     Raises:
-        RunError: leaves that do not belong to one entry.
+        RunError: leaves that belong neither to one entry nor to one move.
     """
     if not change:
         return "exact", "nothing differs, so no number may"
@@ -51,6 +57,13 @@ def tier_of_change(change: Mapping[str, Any]) -> tuple[Tier, str]:
     if len(owners) == 1 and None not in entries.values():
         entry = next(entry for entry in entries.values() if entry is not None)
         return entry.numerics, f"the catalogue says that {entry.name} is {entry.numerics}"
+    found = None if configs is None else move_between(*configs, change)
+    if found is not None:
+        entry, move, words = found
+        return move.numerics, (
+            f"one declared change, the move {move.name} of {entry.name} ({words}), which the catalogue says is "
+            f"{move.numerics}"
+        )
     if len(change) == 1:
         leaf = next(iter(change))
         return "exact", (

@@ -251,7 +251,8 @@ def gate_of_runs(
     """
     try:
         change = change_of(baseline, candidate)
-        chosen, reason = (tier, "declared") if tier is not None else tier_of_change(change)
+        configs = baseline.config(), candidate.config()
+        chosen, reason = (tier, "declared") if tier is not None else tier_of_change(change, configs)
         changed = () if chosen == "exact" else tuple(change)
         pair = [read_evidence(run, changed=changed) for run in (baseline, candidate)]
     except RunError as error:

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drivetrain.catalogue import Numerics, Optimisation, catalogue
+from drivetrain.catalogue import Numerics, Optimisation, Setting, catalogue
 from drivetrain.catalogue.rules import all_rules
 from drivetrain.config import RunConfig, load_config, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError
+from drivetrain.measure.optimisation import Prediction
 from drivetrain.tune.candidates import Candidate, account_of, illegal, survey
 from drivetrain.tune.gate import TIERS
 from drivetrain.tune.golden import golden_section
 from drivetrain.tune.ladder_bench import Bench, Gate
+from drivetrain.tune.ladder_moves import Estimate, choose_size, counted_bytes
 from drivetrain.tune.ladder_records import (
     BASELINE_FILE,
     Kept,
@@ -47,6 +49,8 @@ class Ladder:
         gate: None: the convergence gate, with its runs in the tune's archive.
         known: entries of the catalogue; None: all there are.
         missing: capability → None, or why this machine lacks it.
+        estimate: what a step of a configuration needs; None: nobody can tell, and no move that must fit a memory limit
+            is tried.
         say: told what happens, in lines.
     """
 
@@ -61,13 +65,23 @@ class Ladder:
         gate: Gate | None = None,
         known: Iterable[Optimisation] | None = None,
         missing: Callable[[str], str | None] = lambda _capability: None,
+        estimate: Estimate | None = None,
         say: Callable[[str], None] = lambda _message: None,
     ) -> None:
         self.folder = folder
         self.settings = settings
         self.view = View()
         self._write_state = save
-        self.bench = Bench(folder, settings, runner, entries=entries, save=self._save, gate=gate, say=say)
+        self.bench = Bench(
+            folder,
+            settings,
+            runner,
+            entries=entries,
+            save=self._save,
+            gate=gate,
+            estimate=estimate,
+            say=say,
+        )
         entries_known = catalogue() if known is None else known
         self._entries = [one for one in entries_known if not settings.only or one.name in settings.only]
         self._missing = missing
@@ -89,7 +103,9 @@ class Ladder:
         tried: set[str] = set()
         while (candidate := self._next(current, tried)) is not None:
             tried.add(candidate.key)
-            if candidate.knob is None:
+            if candidate.move is not None:
+                current = self._try_move(current, candidate)
+            elif candidate.knob is None:
                 current = self._try_entry(current, candidate)
             else:
                 current = self._search_knob(current, candidate)
@@ -127,6 +143,7 @@ class Ladder:
             self.bench.facts,
             entries=self._entries,
             tried=tried,
+            batch_rule=self.settings.batch_rule,
             missing=self._missing,
             active=lambda name: name not in current.profile.inactive,
         )
@@ -148,7 +165,7 @@ class Ladder:
         return self._estimate_s(current, candidate) <= self.bench.left_s
 
     def _estimate_s(self, current: Rung, candidate: Candidate) -> float:
-        costs, tier = self.bench.costs, candidate.entry.numerics
+        costs, tier = self.bench.costs, candidate.numerics
         end_s = 0.0
         # With one entry switched on alone, its trial and gate are those of the final configuration.
         if self._kept or candidate.knob is not None:
@@ -156,7 +173,7 @@ class Ladder:
         return costs.of_step(current.config, tier) + end_s
 
     def _strictest(self, tier: Numerics) -> Numerics:
-        return max([tier, *(kept.entry.numerics for kept in self._kept)], key=TIERS.index)
+        return max([tier, *(kept.numerics for kept in self._kept)], key=TIERS.index)
 
     def _refuse_budget(self, current: Rung, candidates: Sequence[Candidate]) -> None:
         spent = self.bench.journal.elapsed_s
@@ -186,6 +203,32 @@ class Ladder:
             return current
         return self._gate_and_keep(current, step, candidate, change, config, file)
 
+    def _try_move(self, current: Rung, candidate: Candidate) -> Rung:
+        move, limit_bytes = candidate.move, current.config.memory.device_memory_limit_bytes
+        assert move is not None
+        assert limit_bytes is not None
+        size = choose_size(
+            candidate.entry,
+            move,
+            current.config,
+            Setting(self.bench.facts, self.settings.batch_rule),
+            estimate=self.bench.needs,
+            account=account_of(Path(current.profile.run)),
+        )
+        if isinstance(size, str):
+            self.view.findings.append(f"{candidate.key} was not tried: {size}")
+            return current
+        self._say(f"{in_words(size.change)}, for {candidate.treats[0]}")
+        step = self._new_step(current, candidate, size.change)
+        step["move"] = move.name
+        step["predicted"] = _shown(size.predicted)
+        step["memory"] = size.memory_document(self.bench.needs(current.config), limit_bytes)
+        config, file = self._measure(current, candidate, step, size.change)
+        step["memory"]["counted_bytes"] = counted_bytes(step["blocks"])
+        if not step.pop("faster"):
+            return current
+        return self._gate_and_keep(current, step, candidate, size.change, config, file)
+
     def _measure(
         self, current: Rung, candidate: Candidate, step: dict[str, Any], change: Change
     ) -> tuple[RunConfig, Path]:
@@ -193,7 +236,10 @@ class Ladder:
         before = self.bench.journal.device_seconds
         config = changed(current.config, change)
         file = self.bench.write(config)
-        found = self.bench.trial(f"trial-{step['index']}", current, file, config, entry=candidate.entry.name)
+        # A larger batch alone asks nothing of the entry whose move it is.
+        asked = candidate.move is None or candidate.entry.requested(config)
+        entry = candidate.entry.name if asked else None
+        found = self.bench.trial(f"trial-{step['index']}", current, file, config, entry=entry)
         fill(step, found)
         step["faster"] = found["faster"]
         step["device_seconds"] += self.bench.journal.device_seconds - before
@@ -213,7 +259,7 @@ class Ladder:
         """Keep a change that was measured to be faster, if it passes its gate."""
         before = self.bench.journal.device_seconds
         index = step["index"]
-        verdict = self.bench.gate(f"gate-{index}", current, file, config, candidate.entry.numerics)
+        verdict = self.bench.gate(f"gate-{index}", current, file, config, candidate.numerics)
         step["gate"] = {key: verdict[key] for key in ("tier", "verdict", "why")}
         rung = current
         if verdict["verdict"] != "pass":
@@ -234,6 +280,7 @@ class Ladder:
                         entry=candidate.entry,
                         parent=current.file,
                         searched=candidate.knob is not None,
+                        move=candidate.move,
                     )
                 )
                 refuted = profile.inactive.get(candidate.entry.name)
@@ -281,5 +328,8 @@ class Ladder:
         if entry.predict is None:
             return None
         account = account_of(Path(current.profile.run))
-        prediction = None if account is None else entry.predict(account, current.config)
-        return None if prediction is None else {"ratio": prediction.ratio, "rule": prediction.rule}
+        return _shown(None if account is None else entry.predict(account, current.config))
+
+
+def _shown(prediction: Prediction | None) -> dict[str, Any] | None:
+    return None if prediction is None else {"ratio": prediction.ratio, "rule": prediction.rule}

@@ -2,17 +2,18 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from drivetrain.archive.atomic import write_text
-from drivetrain.catalogue import Numerics
+from drivetrain.catalogue import Numerics, StepEstimate
 from drivetrain.config import LaunchFacts, RunConfig, config_hash, to_toml
 from drivetrain.errors import DrivetrainError
 from drivetrain.tune.gate import Verdict
 from drivetrain.tune.gate_runs import run_gate
 from drivetrain.tune.ladder_cost import Costs
+from drivetrain.tune.ladder_moves import Estimate
 from drivetrain.tune.ladder_records import Profile, Rung, plain_steps_of, profiled
 from drivetrain.tune.ladder_settings import LadderSettings
 from drivetrain.tune.pieces import Journal, Meter
@@ -37,6 +38,7 @@ class Bench:
         entries: pieces that are there.
         save: called after each new piece.
         gate: None: :func:`drivetrain.tune.gate_runs.run_gate`, with the tune's own archive.
+        estimate: what a step of a configuration needs; None: nobody can tell.
         say: told what happens, in lines.
     """
 
@@ -49,6 +51,7 @@ class Bench:
         entries: Sequence[dict[str, Any]],
         save: Callable[[], None],
         gate: Gate | None,
+        estimate: Estimate | None = None,
         say: Callable[[str], None],
     ) -> None:
         self.folder = folder
@@ -59,6 +62,8 @@ class Bench:
         self._meter = Meter(runner)
         self.journal = Journal(entries, self._meter, save)
         self._gate = gate if gate is not None else self._run_gate
+        self._estimate = estimate
+        self._needs: dict[str, StepEstimate | str] = {}
         self._noise = Noise()
         self._written = 0
 
@@ -73,6 +78,22 @@ class Bench:
         file = self.folder / "configs" / f"{self._written:03d}.toml"
         write_text(file, to_toml(config))
         return file
+
+    def needs(self, config: RunConfig) -> StepEstimate | str:
+        """What a step of ``config`` needs, or why nothing is known of it: tried once, without memory."""
+        key = f"memory {config_hash(config)[:8]}"
+        if key not in self._needs:
+
+            def work() -> dict[str, Any]:
+                if self._estimate is None:
+                    return {"why": "nothing here tells what a step of it needs"}
+                self.say(f"  what a step needs with {_sizes(config)}")
+                found = self._estimate(config)
+                return {"why": found} if isinstance(found, str) else asdict(found)
+
+            found = self.journal.do(key, work)
+            self._needs[key] = found["why"] if "why" in found else StepEstimate(**found)
+        return self._needs[key]
 
     def profile(
         self,
@@ -180,6 +201,14 @@ class Bench:
         """The weights of a short run are of no use to anybody."""
         for checkpoints in (self.folder / "runs").glob("*/checkpoints"):
             shutil.rmtree(checkpoints, ignore_errors=True)
+
+
+def _sizes(config: RunConfig) -> str:
+    training = config.training
+    return (
+        f"micro-batch {training.micro_batch_size} of {training.global_batch_size}, recompute "
+        f"{config.memory.recompute_granularity}"
+    )
 
 
 def _require_finished(name: str, result: Mapping[str, Any]) -> None:

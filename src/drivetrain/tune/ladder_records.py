@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain.archive.account_file import MeanStep, mean_step_of
 from drivetrain.archive.reader import open_run
-from drivetrain.catalogue import Optimisation
+from drivetrain.catalogue import Move, Numerics, Optimisation
 from drivetrain.config import RunConfig, leaf_values, to_toml, tokens_per_step
 from drivetrain.errors import RunError
 from drivetrain.measure.optimisation import OptimisationRecord
@@ -104,6 +104,7 @@ class Kept:
         entry: whose move it was.
         parent: the configuration it was measured against.
         searched: it is the best value of a knob's search, not an entry switched on.
+        move: of the entry, where it is one of several leaves.
     """
 
     step: dict[str, Any]
@@ -112,6 +113,17 @@ class Kept:
     entry: Optimisation
     parent: Path
     searched: bool
+    move: Move | None = None
+
+    @property
+    def numerics(self) -> Numerics:
+        """The gate that it had to pass."""
+        return self.entry.numerics if self.move is None else self.move.numerics
+
+    @property
+    def summary(self) -> str:
+        """What it does, in one line."""
+        return self.entry.summary if self.move is None else self.move.summary
 
 
 @dataclass
@@ -134,6 +146,7 @@ def empty_step(index: int, entry: str | None, change: Change, treats: Sequence[s
     return {
         "index": index,
         "entry": entry,
+        "move": None,
         "change": dict(change.leaves),
         "treats": list(treats),
         "predicted": None,
@@ -141,6 +154,7 @@ def empty_step(index: int, entry: str | None, change: Change, treats: Sequence[s
         "outcome": None,
         "least_effect": None,
         "memory_bytes": None,
+        "memory": None,
         "blocks": [],
         "gate": None,
         "kept": False,
@@ -237,6 +251,7 @@ def saved(
     final_step_s: float,
     steps: int,
     world_size: int,
+    final_share: float = 1.0,
     states: Sequence[ProfileState],
     withheld: str | None,
 ) -> dict[str, Any]:
@@ -251,15 +266,18 @@ def saved(
             are means, as the account's classes are: a median leaves out what few slow steps cost.
         steps: of the whole run.
         world_size: devices.
+        final_share: tokens of a step of the baseline over those of a step of the final configuration, whose seconds
+            count by that share: a step of a larger batch does the work of several.
         states: of the two profiles.
         withheld: why the account says nothing of what was saved; None: it does.
     """
-    measured = parent_step_s - final_step_s
+    measured = parent_step_s - final_step_s * final_share
     by_account: dict[str, Any] = dict.fromkeys(
         ("account_seconds_per_step", "account_chance_seconds", "deviation", "classes")
     )
     if withheld is None:
-        before, after = baseline.plain_s, final.plain_s
+        before = baseline.plain_s
+        after = {name: seconds * final_share for name, seconds in final.plain_s.items()}
         classes = {
             name: before.get(name, 0.0) - after.get(name, 0.0) for name in dict.fromkeys([*before, *after])
         }
@@ -275,7 +293,7 @@ def saved(
         **by_account,
         "device_hours_per_run": measured * steps * world_size / 3600,
         "device_hours_per_million_steps": measured * 1e6 * world_size / 3600,
-        "rule": _SAVED_RULE,
+        "rule": _SAVED_RULE if final_share == 1.0 else f"{_SAVED_RULE}; {_as_many_tokens(final_share)}",
         "withheld": withheld,
     }
 
@@ -286,6 +304,10 @@ _SAVED_RULE = (
     "the profiler; withheld where those steps lie outside the prediction interval of the trial's blocks; chance: half "
     "widths of both intervals, as the root of the sum of their squares"
 )
+
+
+def _as_many_tokens(final_share: float) -> str:
+    return f"of a final step {final_share:.4g}, which is as many tokens as a step of the baseline"
 
 
 def _chance_seconds(states: Sequence[ProfileState]) -> float:
@@ -302,7 +324,7 @@ def final_toml(final: RunConfig, kept: Sequence[Kept]) -> str:
         for leaf in one.change.leaves:
             was = as_override(leaf, one.takes_back.leaves[leaf]).partition("=")[2]
             notes.setdefault(leaf, []).append(
-                f"was {was}: {one.entry.summary}; treats {', '.join(step['treats'])}; {measured['ratio']:.3f}x "
+                f"was {was}: {one.summary}; treats {', '.join(step['treats'])}; {measured['ratio']:.3f}x "
                 f"[{measured['low']:.3f}, {measured['high']:.3f}] the speed of its parent; gate {gate['tier']}: "
                 f"{gate['verdict']}"
             )

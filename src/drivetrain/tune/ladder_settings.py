@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from drivetrain.catalogue import LearningRateRule
 from drivetrain.errors import RunError
 from drivetrain.tune.gate_runs import GateSettings
 
@@ -25,6 +26,7 @@ class LadderSettings:
         profile_steps: steps of a profiled window.
         knob_trials: most trials of one knob's search.
         world_size: processes of each run.
+        batch_rule: how the learning rate follows a larger global batch; None: the global batch stays.
     """
 
     budget_s: float
@@ -37,6 +39,7 @@ class LadderSettings:
     profile_steps: int = 16
     knob_trials: int = 4
     world_size: int = 1
+    batch_rule: LearningRateRule | None = None
 
     def to_document(self) -> dict[str, Any]:
         """As ``tune.json`` keeps them."""

@@ -74,7 +74,7 @@ class Top:
     def _fits(self, current: Rung) -> bool:
         """Whether one more trial and the end fit the budget."""
         costs = self._bench.costs
-        tier = max((kept.entry.numerics for kept in self._kept), key=TIERS.index)
+        tier = max((kept.numerics for kept in self._kept), key=TIERS.index)
         return 2 * costs.of_trial(current.config) + costs.of_gate(tier) <= self._bench.left_s
 
     def _without(self, current: Rung, kept: Kept, own: Sequence[Kept], takes_back: Change) -> Rung:
@@ -147,6 +147,7 @@ class Top:
                 final_step_s=mean_step_seconds(trial, "B"),
                 steps=self._baseline.config.training.train_iters,
                 world_size=self._bench.settings.world_size,
+                final_share=tokens_per_step(self._baseline.config) / tokens_per_step(final.config),
                 states=(baseline.state, own.state),
                 withheld=withheld([baseline, own]),
             ),
@@ -175,7 +176,7 @@ class Top:
         if self._is_one_step():
             gate: dict[str, Any] = self._kept[0].step["gate"]
             return gate
-        tier = max((kept.entry.numerics for kept in self._kept), key=TIERS.index)
+        tier = max((kept.numerics for kept in self._kept), key=TIERS.index)
         return self._bench.gate("final-gate", self._baseline, final.file, final.config, tier)
 
 

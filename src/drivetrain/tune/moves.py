@@ -4,19 +4,16 @@ A move exists where one leaf alone would be another experiment: a batch of twice
 not the same training faster, it is a worse training.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from drivetrain.config import RunConfig, decay_tokens, leaf_values, leaves, parse_config, to_toml
+from drivetrain.catalogue import LearningRateRule
+from drivetrain.catalogue.larger_batch import batch_leaves
+from drivetrain.config import RunConfig, leaf_values, leaves, parse_config, to_toml
 from drivetrain.errors import ConfigurationError
 
-__all__ = ["Change", "LearningRateRule", "batch_move", "changed"]
-
-LearningRateRule = Literal["none", "sqrt", "linear"]
-"""How the learning rate follows a batch of k times the size: not at all, by √k (Adam; Malladi et al. 2022,
-arXiv 2205.10287), or by k (SGD; Goyal et al. 2017, arXiv 1706.02677)."""
+__all__ = ["Change", "LearningRateRule", "batch_move", "changed", "recompute_and_batch"]
 
 
 @dataclass(frozen=True)
@@ -64,31 +61,37 @@ def _sections(document: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def batch_move(config: RunConfig, factor: float, rule: LearningRateRule) -> Change:
     """A global batch of ``factor`` times the size, for as many tokens, at a learning rate by ``rule``.
 
-    The number of steps is rounded up, so that no token fewer is seen; warm-up and decay are in tokens and stay. The
-    end of the decay, where it follows from the length of the run, is pinned to the tokens it was.
+    Leaves and their values are :func:`drivetrain.catalogue.larger_batch.batch_leaves`'.
 
     Raises:
         ConfigurationError: the batch would not be a whole number of sequences.
     """
-    training = config.training
-    batch = training.global_batch_size * factor
-    if batch < 1 or abs(batch - round(batch)) > 1e-9:
-        raise ConfigurationError(
-            f"training.global_batch_size: {training.global_batch_size} x {factor:g} is {batch:g}, no whole number of "
-            f"sequences; nearest: x {max(1, round(batch)) / training.global_batch_size:g}"
-        )
-    scale = {"none": 1.0, "sqrt": math.sqrt(factor), "linear": factor}[rule]
-    steps = -(-training.train_iters * training.global_batch_size // round(batch))
-    moved: dict[str, Any] = {
-        "training.global_batch_size": round(batch),
-        "training.train_iters": steps,
-    }
-    if scale != 1.0:
-        moved["optimizer.lr"] = config.optimizer.lr * scale
-        if config.lr_schedule.min_lr > 0:
-            moved["lr_schedule.min_lr"] = config.lr_schedule.min_lr * scale
-    if config.lr_schedule.lr_decay_style != "constant" and steps * round(batch) != (
-        training.train_iters * training.global_batch_size
-    ):
-        moved["lr_schedule.lr_decay_tokens"] = decay_tokens(config)
-    return Change(moved, f"batch x {factor:g}, learning rate {rule}")
+    return Change(batch_leaves(config, factor, rule), f"batch x {factor:g}, learning rate {rule}")
+
+
+def recompute_and_batch(
+    config: RunConfig,
+    recompute: Mapping[str, Any],
+    micro_batch_size: int,
+    *,
+    factor: float = 1.0,
+    rule: LearningRateRule = "none",
+) -> Change:
+    """What backward computes again, and a larger batch that this makes room for, as one change.
+
+    Args:
+        recompute: leaves of the section ``memory`` without it, such as ``{"recompute_granularity": "budget"}``.
+        micro_batch_size: the new one.
+        factor: of the global batch; 1: it stays.
+        rule: by which the learning rate follows it.
+
+    Raises:
+        ConfigurationError: the global batch would not be a whole number of sequences.
+    """
+    leaves = {f"memory.{name}": value for name, value in recompute.items()}
+    batch = batch_leaves(config, factor, rule) if factor != 1 else {}
+    name = f"recompute, micro-batch {config.training.micro_batch_size} to {micro_batch_size}"
+    return Change(
+        {**leaves, "training.micro_batch_size": micro_batch_size, **batch},
+        name if factor == 1 else f"{name}, global batch x {factor:g}, learning rate {rule}",
+    )

@@ -16,6 +16,7 @@ from drivetrain.errors import RunError
 from drivetrain.measure.machine import cpu_model
 from drivetrain.tune.ladder import Ladder
 from drivetrain.tune.ladder_bench import Gate
+from drivetrain.tune.ladder_moves import Estimate
 from drivetrain.tune.ladder_records import BASELINE_FILE, View
 from drivetrain.tune.ladder_settings import LadderSettings
 from drivetrain.tune.trainer import CommandLineTrainer, Runner
@@ -59,6 +60,7 @@ def climb_tune(
     runner: Runner | None = None,
     gate: Gate | None = None,
     missing: Callable[[str], str | None] = lambda _capability: None,
+    estimate: Estimate | None = None,
     say: Callable[[str], None] = lambda _message: None,
 ) -> Tune:
     """Climb the ladder in ``path`` to its end, from where it is.
@@ -66,7 +68,7 @@ def climb_tune(
     Args:
         budget_s: another budget than the one it was started with.
         runner: makes the runs; None: the command line, in the directory the tune was started in.
-        gate, missing, say: see :class:`drivetrain.tune.ladder.Ladder`.
+        gate, missing, estimate, say: see :class:`drivetrain.tune.ladder.Ladder`.
 
     Raises:
         RunError: it is finished, another process works on it, or it was begun on another machine.
@@ -98,6 +100,7 @@ def climb_tune(
             save=save,
             gate=gate,
             missing=missing,
+            estimate=estimate,
             say=say,
         )
         if document["status"] != "running":
@@ -163,7 +166,7 @@ def _require_resumable(tune: Tune) -> None:
 def contract(document: Mapping[str, Any]) -> dict[str, Any]:
     """What ``drivetrain tune --json`` prints of a tune's document."""
     steps = ("index", "entry", "change", "treats", "predicted", "measured", "memory_bytes", "gate", "kept")
-    more = ("outcome", "why", "device_seconds")
+    more = ("outcome", "why", "device_seconds", "move", "memory")
     whole = (
         "tune",
         "status",

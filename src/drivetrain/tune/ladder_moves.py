@@ -1,0 +1,117 @@
+"""Which size of a declared move the ladder tries: it must fit the memory limit, and is the one that promises most."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.archive.reader import open_run
+from drivetrain.catalogue import Optimisation, Setting, StepEstimate
+from drivetrain.catalogue.move import Move
+from drivetrain.config import RunConfig
+from drivetrain.measure.account import Account
+from drivetrain.measure.optimisation import Prediction
+from drivetrain.tune.candidates import illegal
+from drivetrain.tune.moves import Change, changed
+from drivetrain.tune.short_run import as_override
+
+__all__ = ["Estimate", "Size", "choose_size", "counted_bytes"]
+
+Estimate = Callable[[RunConfig], StepEstimate | str]
+"""Configuration → what a step of it needs, or why it cannot be run."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size of a move that fits.
+
+    Attributes:
+        change: with it.
+        needs: what a step needs then.
+        predicted: its gain; None: nothing predicts it.
+    """
+
+    change: Change
+    needs: StepEstimate
+    predicted: Prediction | None
+
+    def memory_document(self, parent: StepEstimate | str, limit_bytes: int) -> dict[str, Any]:
+        """What the step of the ladder says of memory, before anything was run."""
+        return {
+            "limit_bytes": limit_bytes,
+            "predicted_bytes": {
+                "parent": parent.peak_bytes if isinstance(parent, StepEstimate) else None,
+                "candidate": self.needs.peak_bytes,
+            },
+            "counted_bytes": {"parent": None, "candidate": None},
+            "recomputed": self.needs.recomputed,
+        }
+
+
+def choose_size(
+    entry: Optimisation,
+    move: Move,
+    config: RunConfig,
+    setting: Setting,
+    *,
+    estimate: Estimate,
+    account: Account | None,
+) -> Size | str:
+    """The size of ``move`` with the best prediction among those that fit ``memory.device_memory_limit_bytes``.
+
+    Sizes are tried without memory from the smallest up to the first that does not fit. Without a prediction the largest
+    is taken.
+
+    Returns:
+        Why there is none, where there is none.
+    """
+    limit_bytes = config.memory.device_memory_limit_bytes
+    assert limit_bytes is not None, "a move that fits no limit was not refused"
+    parent = estimate(config)
+    found: list[Size] = []
+    why: list[str] = []
+    for leaves in move.proposes(config, setting):
+        change = Change(dict(leaves), move.name)
+        words = " ".join(as_override(leaf, value) for leaf, value in leaves.items())
+        broken = illegal(config, change, setting.facts)
+        if broken is not None:
+            why.append(f"{words}: {broken}")
+            continue
+        after = changed(config, change)
+        needs = estimate(after)
+        if isinstance(needs, str):
+            why.append(f"{words}: {needs}")
+            break
+        if needs.peak_bytes > limit_bytes:
+            why.append(
+                f"{words} needs {needs.peak_bytes:,} bytes, and memory.device_memory_limit_bytes = {limit_bytes:,}"
+            )
+            break
+        if not needs.recomputed and entry.requested(after) and not entry.requested(config):
+            why.append(f"{words} fits with nothing recomputed")
+            continue
+        predicted = None
+        if account is not None and isinstance(parent, StepEstimate):
+            predicted = move.predict(account, config, after, setting.facts, parent, needs)
+        found.append(Size(change, needs, predicted))
+    if not found:
+        return "; ".join(why) or "there is no larger size"
+    return max(reversed(found), key=lambda size: size.predicted.ratio if size.predicted else 0.0)
+
+
+def counted_bytes(blocks: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
+    """Live bytes at the peak that the runs of a trial counted when they began; None where none did."""
+    found: dict[str, int | None] = {"parent": None, "candidate": None}
+    for name, side in (("parent", "A"), ("candidate", "B")):
+        for block in blocks:
+            if block["side"] != side or block["run"] is None or block["outcome"] != "finished":
+                continue
+            counts = [
+                event["peak_bytes"]
+                for event in open_run(Path(block["run"])).events()
+                if event["kind"] == "window" and event.get("what") == "memory_count"
+            ]
+            if counts:
+                found[name] = int(counts[-1])
+                break
+    return found

@@ -172,3 +172,25 @@ def test_no_line_is_blamed_for_idleness_that_the_account_does_not_know(tmp_path:
     path.write_text(json.dumps({"traceEvents": events}))
     findings = json.loads(invoke(str(path), "--json").stdout)["findings"]
     assert [finding for finding in findings if finding["rule"] == "synchronisation_points"] == []
+
+
+def test_the_document_keeps_its_contract(trace: Path) -> None:
+    document = json.loads(invoke(str(trace), *FLOPS, "--json").stdout)
+    assert document.keys() >= {"health", "findings", "nearest_published"}
+    assert [one["position"] for one in document["findings"]] == list(range(1, len(document["findings"]) + 1))
+    keys = {"position", "cause", "class", "ms_per_step", "mfu_points", "confidence", "evidence", "remedies"}
+    first = document["findings"][0]
+    assert first.keys() >= keys
+    assert (first["cause"], first["class"], first["confidence"]) == ("data.waiting", "data.loader", "high")
+    assert first["remedies"][0].keys() >= {"optimisation", "change", "bound", "estimate", "memory_bytes"}
+    reasons = {one["rule"]: one["reason"] for one in document["not_asked"]}
+    assert "traces of several ranks" in reasons["late_ranks"]
+    assert document["nearest_published"]["source"]
+
+
+def test_a_view_is_one_of_three(trace: Path) -> None:
+    assert "1. data loading" in invoke(str(trace), "--view", "search").stdout
+    assert "symptom, cause, first remedy" in invoke(str(trace), "--view", "symptoms").stdout
+    assert "nearest published run" in invoke(str(trace)).stdout
+    with pytest.raises(DrivetrainError, match="--view 'charts' is none of losses, symptoms, search"):
+        invoke(str(trace), "--view", "charts")

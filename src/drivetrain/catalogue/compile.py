@@ -60,7 +60,7 @@ ENTRY = Optimisation(
         "host.launch",
         "host.python",
     ),
-    cures=("host.launch_bound", "kernels.unfused_operators"),
+    cures=("host.launch_bound", "kernels.unfused_operators", "host.launch", "kernels.memory_bound_operators"),
     evidence=_evidence,
     capability="compile",
     evidence_rule=(

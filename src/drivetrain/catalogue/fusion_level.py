@@ -45,7 +45,7 @@ ENTRY = Optimisation(
         "compute.loss",
         "host.launch",
     ),
-    cures=("host.launch_bound", "kernels.unfused_operators"),
+    cures=("host.launch_bound", "kernels.unfused_operators", "host.launch", "kernels.memory_bound_operators"),
     evidence=_evidence,
     evidence_rule=(
         "shown: regions of at least one of the level's operators in the window; absent: forward passes without any; "

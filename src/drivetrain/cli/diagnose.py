@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+_VIEWS = ("losses", "symptoms", "search")
+"""Of ``report.diagnosis_views``, which a wrong word must not wait for."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -42,6 +45,14 @@ def diagnose(
         float | None,
         typer.Option("--fail-above", min=0, help="Exit with 1 if a loss takes more MFU points than this."),
     ] = None,
+    view: Annotated[
+        str,
+        typer.Option(
+            "--view",
+            metavar="losses|symptoms|search",
+            help="Losses by cost; or symptom, cause and first remedy; or the order in which an expert searches.",
+        ),
+    ] = "losses",
     json: AsJson = False,
 ) -> None:
     """Say what a job loses: ranked findings with cost, evidence, and what the catalogue has against them.
@@ -52,7 +63,10 @@ def diagnose(
     from drivetrain.cli.diagnose_sources import facts_of
     from drivetrain.cli.output import show_document
     from drivetrain.diagnose import diagnose as diagnosed
+    from drivetrain.errors import DrivetrainError
 
+    if view not in _VIEWS:
+        raise DrivetrainError(f"--view {view!r} is none of {', '.join(_VIEWS)}")
     figures = Figures(model, tokens_per_step, device, dtype, peak_flops, achievable_flops)
     found = diagnosed(facts_of(sources, figures=figures, rules=rules, expected=expect or ()))
     if fail_above is not None:
@@ -60,9 +74,9 @@ def diagnose(
     if json:
         show_document(found.to_document())
     else:
-        from drivetrain.report.diagnosis_text import diagnosis_text
+        from drivetrain.report.diagnosis_views import VIEWS
 
-        typer.echo(diagnosis_text(found))
+        typer.echo(VIEWS[view](found))
     if fail_above is not None:
         _judge(found, fail_above)
 

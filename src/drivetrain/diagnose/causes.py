@@ -20,7 +20,7 @@ SEARCH: tuple[tuple[Area, str], ...] = (
     ("host", "the host: launches, waiting, maintenance, settings of the machine"),
     ("records", "what the records do not explain"),
 )
-"""The order of search where MFU stays near 30% (source: SOURCES.md, A18; the last two are what is left)."""
+"""The order of search where MFU stays near 30% (SOURCES A18; the last two are what is left)."""
 
 
 @dataclass(frozen=True)

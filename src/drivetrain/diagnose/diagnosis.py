@@ -6,6 +6,7 @@ from typing import Any
 
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Finding, Kind
+from drivetrain.diagnose.published import Nearest, nearest_published
 from drivetrain.diagnose.rule import rules
 from drivetrain.measure.account import HealthFinding
 
@@ -52,6 +53,8 @@ class Diagnosis:
     """Rules that nothing can be said of."""
     communication_share: float
     """Exposed communication over the mean step, waiting counted in."""
+    nearest: Nearest
+    """The published run that is nearest."""
 
     def of(self, kind: Kind) -> tuple[Finding, ...]:
         """The findings of one kind, in order."""
@@ -91,6 +94,7 @@ class Diagnosis:
                 {"cause": finding.cause, "subject": finding.subject, "share": finding.share}
                 for finding in self.small
             ],
+            "nearest_published": self.nearest.to_document(),
             "not_asked": [
                 {"rule": one.rule, "causes": list(one.causes), "reason": one.reason} for one in self.not_asked
             ],
@@ -127,6 +131,7 @@ def diagnose(facts: Facts) -> Diagnosis:
         small=_ranked(small),
         not_asked=tuple(not_asked),
         communication_share=facts.share_of(facts.group_ns("communication")),
+        nearest=nearest_published(facts),
     )
 
 

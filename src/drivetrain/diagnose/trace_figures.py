@@ -101,7 +101,7 @@ class TraceFigures:
     @property
     def has_shapes(self) -> bool:
         """Whether operators' shapes were recorded."""
-        return bool(self.products.shapes)
+        return bool(self.products.shapes or self.small)
 
 
 def trace_figures(trace: Trace, classes: Classification) -> TraceFigures:

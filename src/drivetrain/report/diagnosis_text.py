@@ -3,11 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from drivetrain.diagnose import LEAST_SHARE, Diagnosis, Finding, Remedy
+from drivetrain.diagnose.causes import CAUSES
+from drivetrain.diagnose.published import Nearest
 from drivetrain.diagnose.remedies import UNKNOWN_SETTINGS
 
-__all__ = ["diagnosis_text"]
+__all__ = ["diagnosis_text", "first_remedy"]
 
 _MOST = 10
+_DIFFERENCES = 6
+_REMEDIES = 4
 _INDENT = " " * 31
 
 
@@ -16,6 +20,7 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
     lines = [f"Diagnosis of {diagnosis.subject}", *_head(diagnosis)]
     for title, kind in (
         ("asked for, and not in effect", "not_in_effect"),
+        ("set so that it costs time", "setting"),
         ("figures that cannot be relied on", "withheld"),
     ):
         found = [finding for finding in diagnosis.findings if finding.kind == kind]
@@ -24,7 +29,48 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
         for finding in found:
             lines.append(f"  {finding.subject}: {finding.text}")
             lines += [f"      {one.text} ({one.source})" for one in finding.evidence]
-    return "\n".join([*lines, "", *_losses(diagnosis)])
+            if kind == "setting":
+                lines.append(f"      {first_remedy(finding)}")
+    lines += ["", *_losses(diagnosis), "", *_nearest(diagnosis.nearest)]
+    if diagnosis.not_asked:
+        lines += [
+            "",
+            f"not looked for, {len(diagnosis.not_asked)} rules: the records lack what they need (--json says what)",
+        ]
+    return "\n".join(lines)
+
+
+def first_remedy(finding: Finding) -> str:
+    """What to do about a finding first, in one line."""
+    if finding.remedies:
+        return f"try {_remedy(finding.remedies[0])}"
+    return finding.no_remedy or f"see {CAUSES[finding.cause].advice}"
+
+
+def _nearest(nearest: Nearest) -> Iterator[str]:
+    run = nearest.run
+    mfu = "" if run.mfu is None else f", MFU {run.mfu:.1f} ({run.mfu_rule})"
+    if not nearest.comparable:
+        yield "no published run is near this job, or too little is known of it; the nearest of those far away:"
+    yield f"nearest published run: {run.name}{mfu}"
+    yield f"  {run.source}; compared by {', '.join(nearest.compared) or 'nothing'}"
+    if nearest.gap is None:
+        yield f"  no gap: {nearest.why_no_gap}"
+    else:
+        yield (
+            f"  {nearest.gap:+.1f} points against {nearest.mfu:.1f} here; what can be counted explains "
+            f"{nearest.explained:+.1f}"
+        )
+    for one in nearest.differences[:_DIFFERENCES]:
+        points = "" if one.mfu_points is None else f", {one.mfu_points:+.1f} points"
+        yield f"    {one.what}: {_figure(one.ours)} here, {_figure(one.theirs)} there{points}"
+    if nearest.then is not None and nearest.then.change:
+        reached = "" if nearest.then.mfu is None else f", to MFU {nearest.then.mfu:g}"
+        yield f"  what was done there next: {nearest.then.change}{reached}"
+
+
+def _figure(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _head(diagnosis: Diagnosis) -> Iterator[str]:
@@ -72,7 +118,9 @@ def _loss(finding: Finding) -> Iterator[str]:
         # A class's own evidence is the row itself; a hint is said once, below.
         yield from (f"{_INDENT}{one.text} ({one.source})" for one in finding.evidence if one.source != "hint")
     if finding.remedies:
-        yield f"{_INDENT}try {', '.join(map(_remedy, finding.remedies))}"
+        more = len(finding.remedies) - _REMEDIES
+        rest = f", and {more} more in --json" if more > 0 else ""
+        yield f"{_INDENT}try {', '.join(map(_remedy, finding.remedies[:_REMEDIES]))}{rest}"
     elif finding.part_of is None and finding.no_remedy is not None:
         yield f"{_INDENT}{finding.no_remedy}"
 
@@ -84,8 +132,11 @@ def _remedy(remedy: Remedy) -> str:
         else " ".join(f"{leaf}={_written(value)}" for leaf, value in remedy.change.items())
     )
     bound = "" if remedy.ratio is None else f", at most {remedy.ratio:.2f}x"
+    expected = "" if remedy.estimate in (None, remedy.ratio) else f", about {remedy.estimate:.2f}x expected"
     note = "" if remedy.note in (None, UNKNOWN_SETTINGS) else f", {remedy.note}"
-    return f"{remedy.name} ({changes}{bound}{note})"
+    if remedy.name is None:
+        return f"{changes} ({(bound + expected + note).removeprefix(', ')})"
+    return f"{remedy.name} ({changes}{bound}{expected}{note})"
 
 
 def _written(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from drivetrain.catalogue import catalogue
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Evidence, Finding
 from drivetrain.diagnose.remedies import remedies_for
@@ -99,7 +100,11 @@ def _finding(
     bar: Bar,
     taken_ns: float,
 ) -> Finding:
+    identifier = _row(classes[0] if classes else "unexplained")[1]
     remedies, none, requested = remedies_for(facts, classes, cost_ns)
+    # What names the cause itself first: a class may be treated by a dozen entries for a part of it each.
+    cures = {one.name for one in catalogue() if identifier in one.cures}
+    remedies = tuple(sorted(remedies, key=lambda one: one.name not in cures))
     evidence = [
         Evidence(
             f"{name} takes {taken_ns / 1e6:.3f} ms of {facts.mean.window_ns / 1e6:.3f} ms",
@@ -118,7 +123,7 @@ def _finding(
         rule="account_classes",
         kind="loss",
         subject=name,
-        cause=_row(classes[0] if classes else "unexplained")[1],
+        cause=identifier,
         text=cause,
         class_name=name,
         cost_ns=cost_ns,

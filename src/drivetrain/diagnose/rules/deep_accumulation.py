@@ -1,4 +1,4 @@
-"""Steps cut into so many micro-batches that the host's part of each is what they cost (source: SOURCES.md, C13)."""
+"""Steps cut into so many micro-batches that the host's part of each is what they cost (SOURCES C13)."""
 
 from collections.abc import Iterator
 

@@ -56,9 +56,11 @@ def _cost(facts: Facts, products: float, wide: dict[str, float]) -> tuple[float 
     peaks = find_device(facts.device).flops
     lost = 0.0
     for dtype, share in wide.items():
-        if dtype not in peaks or "bf16" not in peaks:
+        # Where the data sheet's fp32 is not in the table, tf32 bounds it from above, and the cost from below.
+        peak = peaks.get(dtype, peaks.get("tf32"))
+        if peak is None or "bf16" not in peaks:
             return None, f"no trusted peak of {facts.device} in {dtype} and bf16"
-        lost += products * share * max(0.0, 1 - peaks[dtype] / peaks["bf16"])
+        lost += products * share * max(0.0, 1 - peak / peaks["bf16"])
     return lost, None
 
 

@@ -93,6 +93,7 @@ SHOWN = {
     ),
     "keep_freed_memory": Observation(2, host_memory=HostMemory(True, page_faults_per_step=3.0)),
     "optimizer_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/optimizer": Count(6, 90)}),
+    "optimizer_state_dtype": Observation(2, ranges={**LOOP, "drivetrain/optimizer/bf16_state": Count(6, 90)}),
     "activation_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/activations": Count(6, 90)}),
 }
 OF_FETCHES = {
@@ -128,6 +129,7 @@ ABSENT = {
     "tp_symmetric_memory": Observation(2, ranges=LOOP, collective_bytes={"all_gather": (4_000_000,) * 8}),
     "keep_freed_memory": Observation(2, host_memory=HostMemory(False, page_faults_per_step=9_000.0)),
     "optimizer_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/activations": Count(6, 90)}),
+    "optimizer_state_dtype": Observation(2, ranges=LOOP),
     "activation_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/optimizer": Count(6, 90)}),
 }
 

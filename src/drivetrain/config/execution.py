@@ -132,7 +132,7 @@ class MemoryConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Dtypes of the computation. Master weights, gradients and optimizer state stay fp32."""
+    """Dtypes of the computation and of the optimizer's state. Master weights and gradients stay fp32."""
 
     params_dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Compute dtype of matrix products and activations. With fp16 the loss is scaled before it is differentiated, and
@@ -140,6 +140,9 @@ class PrecisionConfig(Section):
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients while they travel between data-parallel ranks. bf16: half the bytes; gradients are rounded,
     and still summed in fp32."""
+    optimizer_state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of AdamW's moments between updates. bf16: half the bytes; they are updated in fp32 and rounded at
+    random."""
     loss_scale: float | None = Field(default=None, ge=1.0, le=2.0**40, examples=[2048])
     """With fp16, a constant factor of the loss, a power of two. Absent: dynamic, from initial_loss_scale on."""
     initial_loss_scale: float = Field(default=65536.0, ge=1.0, le=2.0**40)

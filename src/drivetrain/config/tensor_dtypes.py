@@ -57,7 +57,12 @@ def tensor_classes(config: RunConfig, facts: LaunchFacts) -> tuple[TensorClass, 
             "hidden states and their gradients",
             "parallelism.pipeline_model_parallel_size = 1",
         ),
-        TensorClass("optimizer state", "fp32", "both moments"),
+        TensorClass(
+            "optimizer state",
+            precision.optimizer_state_dtype,
+            "both moments"
+            + ("; updated in fp32, rounded at random" if precision.optimizer_state_dtype != "fp32" else ""),
+        ),
         TensorClass("gradient norm", "fp32", "of gradients without loss scale; clipping too"),
         TensorClass("island: embedding", "fp32", "rows of the masters, and positions added to them"),
         TensorClass("island: norms", "fp32", "statistics; input and output have the dtype of activations"),

@@ -100,7 +100,11 @@ def assemble(
     building.decoder = local.decoder
     sync = local.sync
     optimizer = build_optimizer(
-        sync.updated(), config.optimizer, fused=building.fused_update, offload=building.state_offload
+        sync.updated(),
+        config.optimizer,
+        fused=building.fused_update,
+        offload=building.state_offload,
+        state_dtype=building.state_dtype,
     )
     layout = {**{dim: mesh.size(dim) for dim in ORDER}, "order": config.parallelism.rank_order}
     state = held_state(sync, optimizer)

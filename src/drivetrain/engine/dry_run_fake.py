@@ -74,7 +74,12 @@ def count_rank(config: RunConfig, world_size: int, rank: int, *, with_step: bool
         with FloatsAreFake():
             local = build_local_model(config, mesh, _CPU, building, pipeline_type=PipelineAlone)
             sync, decoder = local.sync, local.decoder
-            optimizer = build_optimizer(sync.updated(), config.optimizer, fused=building.fused_update)
+            optimizer = build_optimizer(
+                sync.updated(),
+                config.optimizer,
+                fused=building.fused_update,
+                state_dtype=building.state_dtype,
+            )
             if repeated is not None:
                 Recomputation(decoder, repeated, stops_early=building.computes_in_one_piece)
             parameters = _amount(sync.parameters().values())

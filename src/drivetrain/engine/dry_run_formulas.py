@@ -31,7 +31,8 @@ Traffic = Mapping[tuple[str, str], Count | None]
 """Collectives of one step by (group, kind); None where there is no closed form."""
 
 _BYTES = 4
-"""Masters, gradients and moments are fp32."""
+"""Masters and gradients are fp32."""
+_MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 _STAGES_KEPT_GATHERED = 3
 """Of the stages of a rank torch's runtime keeps so many gathered at once; with more it drops and gathers by turns."""
 _PER_LAYER, _PER_CHUNK, _PER_PARAMETER = 400, 30, 30
@@ -117,7 +118,10 @@ class Formulas:
             found += Resident(
                 Amount(own if stage >= 3 else whole, held.parameters),
                 Amount(own if stage >= 1 else whole, held.gradients),
-                Amount(2 * (own if stage >= 1 else whole), held.moments),
+                Amount(
+                    2 * (own if stage >= 1 else whole),
+                    held.moments * _MOMENT_BYTES[self.config.precision.optimizer_state_dtype] // _BYTES,
+                ),
             ).times(count)
         return found
 

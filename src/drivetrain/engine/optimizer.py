@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.config.training import OptimizerConfig
+from drivetrain.engine.memory.low_precision_state import LowPrecisionAdamW
 from drivetrain.engine.memory.offload_optimizer import OffloadedAdamW, StateOffload
 from drivetrain.engine.ops.adamw import why_not_fused
 from drivetrain.engine.ops.gradient_clip import clip_coefficient, scale_gradients, total_norm
@@ -29,8 +30,9 @@ def build_optimizer(
     *,
     fused: bool | None = None,
     offload: StateOffload | None = None,
+    state_dtype: torch.dtype = torch.float32,
 ) -> torch.optim.AdamW:
-    """AdamW over ``decoder``'s parameters with its state allocated: zeros, in the parameters' dtype (fp32).
+    """AdamW over ``decoder``'s parameters with its state allocated: zeros, in the parameters' dtype (fp32) or in bf16.
 
     Two groups, each in the order of ``decoder.named_parameters()``: parameters of two or more dimensions are
     decayed, norms and biases are not (Loshchilov & Hutter 2019, decoupled decay; the usual GPT grouping). A
@@ -40,7 +42,10 @@ def build_optimizer(
         decoder: or the named parameters that this rank updates, in that order: rows of a parameter, say.
         fused: whether the update is one kernel; torch must have it for the device. None: as ``optimizer.fused``.
         offload: has the moments of some parameters live on the host; None: all on the parameters' device.
+        state_dtype: bf16: that of the moments of fp32 parameters, not together with ``offload``; fp32: the parameters'.
     """
+    low_precision = state_dtype == torch.bfloat16
+    assert not (low_precision and offload is not None), "a rule says so"
     fused = optimizer.fused if fused is None else fused
     every = decoder.named_parameters() if isinstance(decoder, nn.Module) else decoder
     named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
@@ -60,11 +65,14 @@ def build_optimizer(
         # a CPU. With fused=False alone it would take the slow way everywhere.
         "foreach": not fused and all(parameter.is_cuda for _, parameter in named),
     }
-    if offload is None:
-        adamw = torch.optim.AdamW(groups, **settings)
-    else:
+    adamw: torch.optim.AdamW
+    if low_precision:
+        adamw = LowPrecisionAdamW(groups, **settings)
+    elif offload is not None:
         adamw = OffloadedAdamW(groups, offload, **settings)
-    allocate_state(adamw)
+    else:
+        adamw = torch.optim.AdamW(groups, **settings)
+    allocate_state(adamw, state_dtype if low_precision else None)
     return adamw
 
 
@@ -73,9 +81,13 @@ def _named_parameters(optimizer: torch.optim.AdamW) -> Iterator[tuple[str, Tenso
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def allocate_state(optimizer: torch.optim.AdamW) -> None:
+def allocate_state(optimizer: torch.optim.AdamW, dtype: torch.dtype | None = None) -> None:
     """Give every parameter its state (``step`` 0, moments zero) as the first step would, so that a checkpoint
-    can be loaded, and memory be accounted for, before any step. State that exists is left as it is."""
+    can be loaded, and memory be accounted for, before any step. State that exists is left as it is.
+
+    Args:
+        dtype: of the moments; None: the parameter's.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state[parameter]:
@@ -84,15 +96,15 @@ def allocate_state(optimizer: torch.optim.AdamW) -> None:
             step_device = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=step_device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
             }
 
 
 def optimizer_state(optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """The optimizer's own tensors (no copies) as ``<parameter name>/step``, ``/exp_avg`` and ``/exp_avg_sq``.
 
-    ``step`` is fp32 of shape (), the moments have the parameter's shape and dtype.
+    ``step`` is fp32 of shape (), the moments have the parameter's shape, and its dtype or bf16.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(optimizer):

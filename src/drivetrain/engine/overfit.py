@@ -21,7 +21,7 @@ from drivetrain.engine.optimizer import build_optimizer, clip_gradients, set_lea
 from drivetrain.engine.parallel.gradient_sync import Held
 from drivetrain.engine.parallel.placement import Placement
 from drivetrain.engine.parallel.process_group import ProcessGroup, Ranks
-from drivetrain.engine.precision import LossScaler, compute_dtype, look_for_overflow
+from drivetrain.engine.precision import LossScaler, compute_dtype, look_for_overflow, optimizer_state_dtype
 
 __all__ = ["NEAR_ZERO", "OverfitResult", "overfit_batch"]
 
@@ -67,6 +67,7 @@ def overfit_batch(
         decoder,
         config.optimizer.model_copy(update={"weight_decay": 0.0}),
         fused=config.optimizer.fused and why_not_fused(device.type) is None,
+        state_dtype=optimizer_state_dtype(config.precision),
     )
     with BatchLoader(config, corpus, "train", num_samples=config.training.global_batch_size) as loader:
         batch = next(loader).to(device.torch_device)

@@ -36,6 +36,10 @@ from drivetrain.errors import CheckpointError
 __all__ = ["LoadedCheckpoint", "checked_checkpoint", "load_checkpoint", "load_model"]
 
 
+_STATE_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""That moments can have, as a configuration names them."""
+
+
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """What a checkpoint holds besides weights and optimizer state.
@@ -211,8 +215,11 @@ def _copies(source: TensorSource, places: Mapping[str, Place], held: Mapping[str
         place = places[name]
         dtype = source.tensors[place.tensor].dtype
         if dtype != one.tensor.dtype:
+            hint = ""
+            if "/" in name and dtype in _STATE_DTYPES:
+                hint = f"; it goes on with precision.optimizer_state_dtype={_STATE_DTYPES[dtype]}"
             raise CheckpointError(
-                f"{source.file_of(place.tensor)}: {place.tensor!r} is {dtype}, expected {one.tensor.dtype}"
+                f"{source.file_of(place.tensor)}: {place.tensor!r} is {dtype}, expected {one.tensor.dtype}{hint}"
             )
         copies.append(_Copy(name, source, place, one))
     return copies

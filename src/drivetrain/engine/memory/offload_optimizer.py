@@ -34,6 +34,7 @@ __all__ = [
     "OffloadedAdamW",
     "StateOffload",
     "offloaded_parameters",
+    "update_tensors",
 ]
 
 OPTIMIZER_STATES_VISIT = "drivetrain/offload/optimizer"
@@ -219,7 +220,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 continue
             here = slice(piece.first, piece.end)
             step = self.state[piece.parameter]["step"]
-            _adamw(
+            update_tensors(
                 self._group_of[piece.parameter],
                 [_local(piece.parameter).view(-1)[here]],
                 [_local(piece.parameter.grad).contiguous().view(-1)[here]],
@@ -236,7 +237,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             if not here:
                 continue
             states = [self.state[one] for one in here]
-            _adamw(
+            update_tensors(
                 group,
                 here,
                 [one.grad for one in here if one.grad is not None],
@@ -246,7 +247,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             )
 
 
-def _adamw(
+def update_tensors(
     group: Mapping[str, Any],
     parameters: list[Tensor],
     gradients: list[Tensor],
@@ -254,7 +255,7 @@ def _adamw(
     seconds: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """What ``torch.optim.AdamW.step`` calls, with what it gives."""
+    """Update lists of tensors in place as ``torch.optim.AdamW.step`` does those of ``group``; ``steps`` count on."""
     beta1, beta2 = group["betas"]
     adamw(
         parameters,

@@ -79,7 +79,12 @@ def predict_memory(
         mesh = Mesh.form(layout_of(eager, world_size), rank)
         with FloatsAreFake():
             local = build_local_model(eager, mesh, _CPU, building, pipeline_type=PipelineAlone)
-            optimizer = build_optimizer(local.sync.updated(), eager.optimizer, fused=building.fused_update)
+            optimizer = build_optimizer(
+                local.sync.updated(),
+                eager.optimizer,
+                fused=building.fused_update,
+                state_dtype=building.state_dtype,
+            )
             _make_steps_real(optimizer)
             building.decoder = local.decoder
             optimisations.prepare("model")

@@ -107,7 +107,12 @@ def peak_of_step(config: RunConfig, world_size: int, rank: int, plan: Plan) -> i
         with FloatsAreFake():
             local = build_local_model(config, mesh, _CPU, building, pipeline_type=PipelineAlone)
             local.decoder.use_operators(building.operators)
-            optimizer = build_optimizer(local.sync.updated(), config.optimizer, fused=building.fused_update)
+            optimizer = build_optimizer(
+                local.sync.updated(),
+                config.optimizer,
+                fused=building.fused_update,
+                state_dtype=building.state_dtype,
+            )
             _make_steps_real(optimizer)
             Recomputation(local.decoder, plan, stops_early=building.computes_in_one_piece)
             in_step = microbatches_per_rank(config, mesh.size("dp"))

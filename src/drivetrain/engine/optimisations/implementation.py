@@ -55,6 +55,7 @@ class Building:
         local_world_sizes: how many processes the machines have, each number once; empty: all are on one.
         compute_dtype: dtype of matrix products and activations.
         fused_update: whether the optimizer updates with one fused kernel.
+        state_dtype: of the optimizer's moments between updates.
         tp_chunks: into how many pieces the collectives of tensor-parallel layers are cut.
         tuned_chunks: what was tuned of that; None: nothing was looked at.
         tp_async_input_gradient: whether gradients of their input travel while those of weights are computed.
@@ -86,6 +87,7 @@ class Building:
     local_world_sizes: frozenset[int] = frozenset()
     compute_dtype: torch.dtype = torch.float32
     fused_update: bool = False
+    state_dtype: torch.dtype = torch.float32
     tp_chunks: Chunks = WHOLE
     tuned_chunks: TunedChunks | None = None
     tp_async_input_gradient: bool = False

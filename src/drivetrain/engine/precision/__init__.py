@@ -4,8 +4,15 @@ What a tensor's dtype is for a configuration, in words and without torch, is in 
 of gradients on the wire is data parallelism's affair (``parallel/wire.py``).
 """
 
-from drivetrain.engine.precision.dtypes import compute_dtype, sum_in_fp32
+from drivetrain.engine.precision.dtypes import compute_dtype, optimizer_state_dtype, sum_in_fp32
 from drivetrain.engine.precision.loss_scaler import LossScaler
 from drivetrain.engine.precision.overflow import Overflow, look_for_overflow
 
-__all__ = ["LossScaler", "Overflow", "compute_dtype", "look_for_overflow", "sum_in_fp32"]
+__all__ = [
+    "LossScaler",
+    "Overflow",
+    "compute_dtype",
+    "look_for_overflow",
+    "optimizer_state_dtype",
+    "sum_in_fp32",
+]

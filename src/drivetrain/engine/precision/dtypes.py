@@ -1,10 +1,10 @@
-"""Dtypes of the computation. Master weights, gradients and optimizer state are fp32 whatever is chosen."""
+"""Dtypes of the computation and of what is kept. Master weights and gradients are fp32 whatever is chosen."""
 
 import torch
 
 from drivetrain.config.execution import PrecisionConfig
 
-__all__ = ["compute_dtype", "sum_in_fp32"]
+__all__ = ["compute_dtype", "optimizer_state_dtype", "sum_in_fp32"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -12,6 +12,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     """Dtype of matrix products and activations."""
     return _DTYPES[precision.params_dtype]
+
+
+def optimizer_state_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Dtype of the optimizer's moments between updates."""
+    return _DTYPES[precision.optimizer_state_dtype]
 
 
 def sum_in_fp32() -> None:

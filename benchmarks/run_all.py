@@ -35,6 +35,7 @@ SCRIPTS: dict[str, list[str]] = {
     "kill_ranks": [],
     "resume_layouts": [],
     "overlap": [],
+    "memory": ["--raw", str(RESULTS)],
 }
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from drivetrain.config import RunConfig, load_config
+from drivetrain.engine.memory import step_estimate
 from drivetrain.engine.memory.step_estimate import estimate_step
 from drivetrain.errors import ConfigurationError
 from drivetrain.measure.flops import forward_flops
@@ -24,6 +25,7 @@ def test_a_run_under_a_limit_counts_what_was_estimated(tiny: Tiny) -> None:
     assert (found.repeated_flops, found.recomputed) == (0, "")
 
 
+@pytest.mark.long
 def test_a_budget_repeats_what_it_has_to_and_fits() -> None:
     plain = estimate_step(config(), 1)
     everything = estimate_step(config("memory.recompute_granularity=full"), 1)
@@ -44,7 +46,20 @@ def test_whole_layers_repeat_about_their_forward_pass_in_every_micro_batch() -> 
     tokens = 4 * model.seq_length
     forward = forward_flops(model, tokens=tokens, sum_squared_lengths=tokens * model.seq_length)
     assert 0.6 * (forward.matmul + forward.attention) < once.repeated_flops < 1.3 * forward.total
-    block = ["memory.recompute_granularity=full", "memory.recompute_method=block"]
-    one_layer = estimate_step(config(*block, "training.global_batch_size=4"), 1)
-    assert one_layer.recomputed == "1 x all"
-    assert one_layer.repeated_flops * 2 == once.repeated_flops
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), ""),
+        (("memory.recompute_granularity=full",), "3 x all"),
+        (("memory.recompute_granularity=full", "memory.recompute_method=block"), "1 x all"),
+        (
+            ("memory.recompute_granularity=selective", "memory.recompute_modules=norm,mlp_act"),
+            "3 x mlp_act,norm",
+        ),
+    ],
+)
+def test_what_each_layer_repeats_is_told(overrides: tuple[str, ...], words: str) -> None:
+    choices = step_estimate._choices(config(*overrides), ("0", "1", "2"))
+    assert step_estimate._in_words(choices) == words

@@ -87,6 +87,8 @@ def test_a_larger_batch_comes_before_recomputation_for_one(climb: Climb) -> None
         "counted_bytes": {"parent": None, "candidate": None},
         "recomputed": RECOMPUTED,
     }
+    told = "live bytes at the peak 700 to 1,000 predicted, of 1,000; recomputed: 2 x all"
+    assert told in second["why"]
     assert {"move", "memory"} <= contract(document)["steps"][0].keys()
 
 

@@ -18,7 +18,7 @@ from drivetrain.tune.candidates import Candidate, account_of, illegal, survey
 from drivetrain.tune.gate import TIERS
 from drivetrain.tune.golden import golden_section
 from drivetrain.tune.ladder_bench import Bench, Gate
-from drivetrain.tune.ladder_moves import Estimate, choose_size, counted_bytes
+from drivetrain.tune.ladder_moves import Estimate, choose_size, counted_bytes, memory_in_words
 from drivetrain.tune.ladder_records import (
     BASELINE_FILE,
     Kept,
@@ -225,6 +225,7 @@ class Ladder:
         step["memory"] = size.memory_document(self.bench.needs(current.config), limit_bytes)
         config, file = self._measure(current, candidate, step, size.change)
         step["memory"]["counted_bytes"] = counted_bytes(step["blocks"])
+        step["why"] += f"; {memory_in_words(step['memory'])}"
         if not step.pop("faster"):
             return current
         return self._gate_and_keep(current, step, candidate, size.change, config, file)

@@ -15,7 +15,7 @@ from drivetrain.tune.candidates import illegal
 from drivetrain.tune.moves import Change, changed
 from drivetrain.tune.short_run import as_override
 
-__all__ = ["Estimate", "Size", "choose_size", "counted_bytes"]
+__all__ = ["Estimate", "Size", "choose_size", "counted_bytes", "memory_in_words"]
 
 Estimate = Callable[[RunConfig], StepEstimate | str]
 """Configuration → what a step of it needs, or why it cannot be run."""
@@ -115,3 +115,17 @@ def counted_bytes(blocks: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
                 found[name] = int(counts[-1])
                 break
     return found
+
+
+def memory_in_words(memory: Mapping[str, Any]) -> str:
+    """What a step of the ladder says of memory, for a reader."""
+    parts = []
+    for word in ("predicted", "counted"):
+        sides = [memory[f"{word}_bytes"][side] for side in ("parent", "candidate")]
+        if any(one is not None for one in sides):
+            old, new = ("unknown" if one is None else f"{one:,}" for one in sides)
+            parts.append(f"{old} to {new} {word}")
+    return (
+        f"live bytes at the peak {', '.join(parts)}, of {memory['limit_bytes']:,}; recomputed: "
+        f"{memory['recomputed'] or 'nothing'}"
+    )

@@ -129,7 +129,7 @@ def test_both_sides_of_every_workload_are_as_described(what: str, dtype: str, mo
     assert all(bool(one.isfinite().all()) and bool(one.any()) for one in (*ours, *theirs))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_the_quick_benchmark_prints_one_document() -> None:
     script = operators.__file__

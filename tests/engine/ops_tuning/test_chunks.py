@@ -197,7 +197,7 @@ def test_rounds_begin_with_another_number_each_time() -> None:
     assert {one[0] for one in rounds} == {1, 2, 4}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_command_tunes_on_its_own_ranks_and_a_run_reads_what_it_found(tiny: Tiny) -> None:
     path = tiny.folder / "ops.tuned.toml"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -87,6 +87,29 @@ def test_a_slow_transform_stands_before_the_class_whose_time_it_is() -> None:
     assert [one.name for one in found[0].remedies]
 
 
+def test_no_estimate_is_above_the_bound_of_its_finding() -> None:
+    # The entry predicts for all of data.loader; this operation is four fifths of it.
+    facts = Facts(
+        account(WAITING),
+        "a run",
+        config_with("data.transform=mine:slow"),
+        LaunchFacts(world_size=1),
+        data_operations={"mine:slow": 0.008, "read": 0.002},
+    )
+    remedies = {
+        (finding.cause, one.name): one for finding in diagnose(facts).findings for one in finding.remedies
+    }
+    part = remedies["data.slow_transform", "data_workers"]
+    assert part.ratio == pytest.approx(100 / 76)
+    assert part.estimate == part.ratio
+    assert "no more than the cost of this finding" in str(part.estimate_rule)
+    whole = remedies["data.waiting", "data_workers"]
+    assert whole.estimate == pytest.approx(100 / 70)
+    assert all(
+        one.estimate is None or one.ratio is None or one.estimate <= one.ratio for one in remedies.values()
+    )
+
+
 def test_reading_that_becomes_fast_was_a_cold_cache() -> None:
     means = {"data/read_s": 0.03, "data/build_s": 0.04}
     early = {**STEPS, "data/read_s": 0.05, "data/build_s": 0.06, "time/data_wait_s": 0.06}

@@ -1,6 +1,7 @@
 """The catalogue's answer to a cause: entries that cure it or treat its class, and are not requested already."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from drivetrain.catalogue import catalogue, entry, entry_of_field
@@ -95,6 +96,10 @@ def _predicted(facts: Facts, remedy: Remedy, one: Optimisation) -> Remedy:
     prediction = None if one.predict is None else one.predict(facts.account, facts.config)
     if prediction is not None and prediction.memory_bytes is not None:
         price = prediction.memory_bytes
+    if prediction is not None and remedy.ratio is not None and prediction.ratio > remedy.ratio:
+        # The entry speaks of the whole account: of a finding that is a part of a class it can gain the part alone.
+        rule = f"{prediction.rule}; no more than the cost of this finding"
+        prediction = replace(prediction, ratio=remedy.ratio, rule=rule)
     return Remedy(
         remedy.name,
         remedy.field,

@@ -124,8 +124,9 @@ def lanes_of(preset: str, largest: int) -> tuple[list[Row], int]:
         Row("B recompute, same batch", PLAIN_BATCH, same, needs_of(preset, PLAIN_BATCH, same)),
         Row("C recompute, larger batch", most, budget, fits[most]),
         Row("D full, batch of C", most, whole, needs_of(preset, most, whole)),
-        Row("E recompute, batch + 1/4", quarter, budget, fits[quarter]),
     ]
+    if quarter != most:
+        lanes.append(Row("E recompute, batch + 1/4", quarter, budget, fits[quarter]))
     # Whole layers are not the least memory: with few of them what one has alive at once outweighs what it gave back.
     return [
         lane for lane in lanes if lane.needs.peak_bytes <= limit_bytes or say_too_large(lane)

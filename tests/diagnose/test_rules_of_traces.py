@@ -192,6 +192,12 @@ def test_an_allocator_that_goes_to_the_device_in_later_steps_is_fragmented(tmp_p
     assert not findings("memory.fragmentation", with_calls(100, 400), classes), "what the first step needs"
 
 
+def test_without_steps_no_call_of_the_allocator_is_one_too_many(tmp_path: Path) -> None:
+    events = [event("cuda_runtime", "cudaMalloc", 50, 200), *work("aten::mm", GEMM, 1, 5, 10, 100)]
+    trace = figures(tmp_path, events)
+    assert (trace.num_steps, trace.allocating.ns_per_step) == (0, 0.0)
+
+
 def batches(*rows: int) -> list[Event]:
     """A step a number of rows, each with one product of that many."""
     events = steps(len(rows))
@@ -211,6 +217,7 @@ def test_one_shorter_batch_is_told_from_shapes_that_always_change(tmp_path: Path
     assert short.cost_ns is None
     (varying,) = findings("shapes.dynamic", figures(tmp_path, batches(512, 512, 480, 500, 512)), classes)
     assert varying.evidence[0].steps == (2, 3)
+    assert findings("shapes.dynamic", figures(tmp_path, batches(512, 512, 512, 512, 1024)), classes)
     same = figures(tmp_path, batches(512, 512, 512, 512, 512))
     assert same.shapes is not None
     for cause in ("shapes.short_last_batch", "shapes.dynamic"):

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def cause_of(failures: "Mapping[int, ProcessFailure]") -> tuple[int, ProcessFailure]:
+def cause_of(failures: "Mapping[int, ProcessFailure]") -> "tuple[int, ProcessFailure]":
     """The rank that brought the others down: they end because it has gone, within the same look at all of them.
 
     One that a signal ended comes first (SIGTERM is the agent's own way to end the others), then one that ended without

@@ -174,7 +174,9 @@ def test_children_end_with_a_tuner_that_is_killed(tmp_path: Path) -> None:
     )
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(FOLDER), str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     tuner = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, env=environment

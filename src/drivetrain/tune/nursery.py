@@ -170,7 +170,11 @@ class Nursery:
             return None
         # A line is written at once and is shorter than what a pipe takes in one piece.
         line = self._process.stdout.readline()
-        found: dict[str, Any] = orjson.loads(line) if line.endswith(b"\n") else {}
+        if not line.endswith(b"\n"):
+            # It has closed its end, and may for a moment not count as ended: the next child has another one all the same.
+            self._made_for = None
+            return {}
+        found: dict[str, Any] = orjson.loads(line)
         return found
 
     def _state(self) -> object:

@@ -21,7 +21,7 @@ PLAIN = [
     "precision.params_dtype=fp32",
     "optimizer.fused=false",
     "data.transform=examples.slow_transform:look_up",
-    # A quarter of the preset's batch: shorter trials. One sequence at a time: each operator is called four times as often.
+    # A quarter of the preset's batch: shorter trials. One sequence at a time: four times as many calls.
     "training.micro_batch_size=1",
     "training.global_batch_size=4",
     # Larger micro-batches are offered under a limit alone, which they keep.

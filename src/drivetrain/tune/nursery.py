@@ -171,7 +171,7 @@ class Nursery:
         # A line is written at once and is shorter than what a pipe takes in one piece.
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
-            # It has closed its end, and may for a moment not count as ended: the next child has another one all the same.
+            # It has closed its end, and may for a moment not count as ended: the next child has another all the same.
             self._made_for = None
             return {}
         found: dict[str, Any] = orjson.loads(line)

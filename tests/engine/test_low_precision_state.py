@@ -13,9 +13,10 @@ from drivetrain.config.tensor_dtypes import tensor_classes
 from drivetrain.config.training import OptimizerConfig
 from drivetrain.engine.memory import LiveBytes
 from drivetrain.engine.memory import low_precision_state as low
-from drivetrain.engine.memory.low_precision_state import rounded_at_random
+from drivetrain.engine.memory.low_precision_state import first_elements, rounded_at_random
 from drivetrain.engine.memory.predict import predict_memory
 from drivetrain.engine.optimizer import build_optimizer
+from drivetrain.engine.parallel.placement import Placement, Shard
 from drivetrain.engine.random_state import seed_everything
 from drivetrain.errors import CheckpointError
 from runs_on_the_spot import Tiny, losses_of
@@ -145,6 +146,35 @@ def test_the_state_has_half_the_bytes_and_an_update_widens_a_piece_at_a_time(
         before = live.live_bytes
         optimizer.step()
         assert live.peak_bytes - before < 100 * low.PIECE
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rank_without_rows_of_a_parameter_counts_its_updates(fused: bool) -> None:
+    empty = nn.Parameter(torch.empty(0, 4))
+    optimizer = build_optimizer([("weight", empty)], OptimizerConfig(lr=1e-2, fused=fused), state_dtype=BF16)
+    empty.grad = torch.empty(0, 4)
+    optimizer.step()
+    assert optimizer.state[empty]["step"] == 1
+
+
+def test_rows_of_a_parameter_are_rounded_as_the_whole_of_it_is() -> None:
+    gradients = drawn(3, 4_000)
+    weight, state = updated(BF16, gradients)
+    held = Placement((1_000, 4)).cut(Shard("dp_shard", 0, 300, 200))
+    assert first_elements({"weight": held, "step": Placement(())}) == {"weight": 1_200, "step": 0}
+    rows = slice(300, 500)
+    part = nn.Parameter(Matrix(4_000).weight.detach()[rows].clone())
+    optimizer = build_optimizer(
+        [("weight", part)],
+        OptimizerConfig(lr=1e-2, adam_beta2=0.95, fused=False),
+        state_dtype=BF16,
+        placements={"weight": held},
+    )
+    for gradient in gradients:
+        part.grad = gradient[rows].clone()
+        optimizer.step()
+    assert torch.equal(part.detach(), weight[rows])
+    assert torch.equal(optimizer.state[part]["exp_avg_sq"], state["exp_avg_sq"][rows])
 
 
 class LowTraining(Training):

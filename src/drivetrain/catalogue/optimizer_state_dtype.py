@@ -35,8 +35,8 @@ def _in_data_parallelism(config: RunConfig, _: LaunchFacts) -> str | None:
     if not unmet:
         return None
     return (
-        "what is rounded at random is numbered on each rank by itself, so that parameters which ranks of one model "
-        f"both hold would be rounded apart; set {', '.join(unmet)}, or {_FIELD}=fp32"
+        "what is rounded at random is numbered by whole rows and a name on its rank, so that parameters which ranks of "
+        f"one model both hold could be rounded apart; set {', '.join(unmet)}, or {_FIELD}=fp32"
     )
 
 

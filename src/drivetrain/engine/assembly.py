@@ -105,6 +105,7 @@ def assemble(
         fused=building.fused_update,
         offload=building.state_offload,
         state_dtype=building.state_dtype,
+        placements=sync.placements(),
     )
     layout = {**{dim: mesh.size(dim) for dim in ORDER}, "order": config.parallelism.rank_order}
     state = held_state(sync, optimizer)

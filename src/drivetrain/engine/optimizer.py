@@ -1,16 +1,17 @@
 """AdamW: which parameters decay, where its state lives, how it is named on disk, and gradient clipping."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.config.training import OptimizerConfig
-from drivetrain.engine.memory.low_precision_state import LowPrecisionAdamW
+from drivetrain.engine.memory.low_precision_state import LowPrecisionAdamW, first_elements
 from drivetrain.engine.memory.offload_optimizer import OffloadedAdamW, StateOffload
 from drivetrain.engine.ops.adamw import why_not_fused
 from drivetrain.engine.ops.gradient_clip import clip_coefficient, scale_gradients, total_norm
+from drivetrain.engine.parallel.placement import Placement
 
 __all__ = [
     "allocate_state",
@@ -31,6 +32,7 @@ def build_optimizer(
     fused: bool | None = None,
     offload: StateOffload | None = None,
     state_dtype: torch.dtype = torch.float32,
+    placements: Mapping[str, Placement] | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over ``decoder``'s parameters with its state allocated: zeros, in the parameters' dtype (fp32) or in bf16.
 
@@ -43,6 +45,8 @@ def build_optimizer(
         fused: whether the update is one kernel; torch must have it for the device. None: as ``optimizer.fused``.
         offload: has the moments of some parameters live on the host; None: all on the parameters' device.
         state_dtype: bf16: that of the moments of fp32 parameters, not together with ``offload``; fp32: the parameters'.
+        placements: where rows lie in their whole parameters; by it bf16 is rounded alike however many ranks there are.
+            None: what is updated is whole.
     """
     low_precision = state_dtype == torch.bfloat16
     assert not (low_precision and offload is not None), "a rule says so"
@@ -67,7 +71,7 @@ def build_optimizer(
     }
     adamw: torch.optim.AdamW
     if low_precision:
-        adamw = LowPrecisionAdamW(groups, **settings)
+        adamw = LowPrecisionAdamW(groups, first=first_elements(placements or {}), **settings)
     elif offload is not None:
         adamw = OffloadedAdamW(groups, offload, **settings)
     else:

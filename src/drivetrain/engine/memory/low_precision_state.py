@@ -5,13 +5,13 @@ plain optimizer's kernels, and rounded again.
 
 **Rounded at random**, up or down with the probability that makes the mean exact (Croci et al. 2022, arXiv:2103.10365,
 section 2). To the nearest, a second moment would stand still: with beta2 = 0.999 it changes by a thousandth a step, and
-bf16 has a 256th. What is drawn is a function of the parameter's name, the number of the update and the element's place,
-so that a run that goes on from a checkpoint, and replicas that update the same parameter, draw the same, and no
-generator's state changes.
+bf16 has a 256th. What is drawn is a function of the parameter's name, the number of the update and the element's place
+in the whole parameter, so that a run that goes on from a checkpoint, replicas that update the same parameter, and ranks
+that update rows of it, draw the same, and no generator's state changes.
 """
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from drivetrain.engine.memory.offload_optimizer import update_tensors
+from drivetrain.engine.parallel.placement import Placement
 
-__all__ = ["LOW_PRECISION_UPDATE", "PIECE", "LowPrecisionAdamW", "rounded_at_random"]
+__all__ = ["LOW_PRECISION_UPDATE", "PIECE", "LowPrecisionAdamW", "first_elements", "rounded_at_random"]
 
 LOW_PRECISION_UPDATE = "drivetrain/optimizer/bf16_state"
 """Span in which the moments of one parameter are widened, updated and rounded."""
@@ -35,11 +36,16 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     Args:
         groups: as of ``torch.optim.AdamW``, of named parameters that are contiguous and fp32.
+        first: by name, the number of a parameter's first element in the whole one (:func:`first_elements`); 0 for
+            others.
         settings: others of ``torch.optim.AdamW``. Not ``amsgrad``, ``capturable`` and ``differentiable``.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, first: Mapping[str, int] | None = None, **settings: Any
+    ) -> None:
         super().__init__(groups, **settings)
+        self._first = first or {}
         assert not any(group["amsgrad"] or group["capturable"] for group in self.param_groups), "not there"
 
     @torch.no_grad()
@@ -58,16 +64,28 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         assert parameter.is_contiguous(), "parts of a parameter are views"
         master, gradient = parameter.detach().view(-1), parameter.grad.contiguous().view(-1)
         moments = [state[key].view(-1) for key in ("exp_avg", "exp_avg_sq")]
-        count = master.numel()
-        for first in range(0, count, PIECE):
+        count, before = master.numel(), self._first.get(name, 0)
+        # A rank without rows of it counts the update like the others.
+        for first in range(0, max(count, 1), PIECE):
             here = slice(first, min(first + PIECE, count))
             wide = [one[here].float() for one in moments]
             # Each call counts; one update is one, into however many pieces it is cut.
             step = state["step"] if here.stop == count else state["step"].clone()
             update_tensors(group, [master[here]], [gradient[here]], [wide[0]], [wide[1]], [step])
-            noise = _noise(name, step, range(here.start, here.stop), master.device)
+            noise = _noise(name, step, range(before + here.start, before + here.stop), master.device)
             for one, updated, drawn in zip(moments, wide, noise, strict=True):
                 one[here] = rounded_at_random(updated, drawn)
+
+
+def first_elements(placements: Mapping[str, Placement]) -> dict[str, int]:
+    """Number of the first element that a rank holds in each whole tensor, row by row; what it holds are whole rows."""
+    found = {}
+    for name, place in placements.items():
+        number = 0
+        for held, size in zip(place.slices(), place.full_shape, strict=True):
+            number = number * size + held.start
+        found[name] = number
+    return found
 
 
 def rounded_at_random(x: Tensor, noise: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A larger batch is one change of several leaves: what it takes along, how it is known, what is expected of it."""
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from drivetrain.catalogue.larger_batch import (
     why_no_larger_batch,
 )
 from drivetrain.config import LaunchFacts, RunConfig, differing_leaves, load_config
+from drivetrain.errors import ConfigurationError
 from drivetrain.measure.account import Account, RankAccount, StepAccount, Window
 from drivetrain.measure.flops import model_flops
 
@@ -59,6 +61,32 @@ def test_a_batch_that_takes_one_leaf_along_wrongly_is_another_experiment(slip: d
     before = config()
     larger = after(before, {**batch_leaves(before, 2, "sqrt"), **slip})
     assert batch_in_words(before, larger) is None
+
+
+@pytest.mark.parametrize("leaf", ["training.train_iters", "training.eval_iters"])
+def test_a_last_batch_that_is_left_away_is_less_text_and_one_that_is_begun_is_as_much(leaf: str) -> None:
+    before = config("training.train_iters=5", "training.eval_iters=5")
+    leaves = batch_leaves(before, 3, "none")
+    assert leaves[leaf] == 2
+    larger = after(before, leaves)
+    assert batch_in_words(before, larger) is not None
+    assert batch_in_words(larger, before) is not None, "taken back it is as many"
+    # 48 sequences where 80 were: within one batch, and not as many.
+    less = after(before, {**leaves, leaf: 1})
+    assert batch_in_words(before, less) is None
+    assert batch_in_words(less, before) is None
+
+
+@pytest.mark.parametrize("factor", [0.0, -2.0, math.inf, math.nan, 1.03])
+def test_a_factor_that_is_no_batch_is_refused(factor: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"x 2 is twice|nearest: x 1"):
+        batch_leaves(config(), factor, "none")
+
+
+@pytest.mark.parametrize("rule", ["cubic", "", "Sqrt", None, 2])
+def test_a_rule_that_is_none_is_refused_with_those_that_are(rule: Any) -> None:
+    with pytest.raises(ConfigurationError, match="one of none, sqrt, linear"):
+        batch_leaves(config(), 2, rule)
 
 
 def test_as_much_held_out_text_is_read_with_a_larger_batch() -> None:

@@ -64,8 +64,12 @@ def batch_leaves(config: RunConfig, factor: float, rule: LearningRateRule) -> di
     in global batches: as many tokens of it, rounded up.
 
     Raises:
-        ConfigurationError: the batch would not be a whole number of sequences.
+        ConfigurationError: the batch would not be a whole number of sequences; there is no such rule.
     """
+    if rule not in _RULES:
+        raise ConfigurationError(f"learning rate {rule!r}: no such rule; one of {', '.join(_RULES)}")
+    if not 0 < factor < math.inf:
+        raise ConfigurationError(f"a batch x {factor:g}: no positive number; x 2 is twice the batch")
     training = config.training
     batch = training.global_batch_size * factor
     if batch < 1 or abs(batch - round(batch)) > 1e-9:
@@ -166,17 +170,22 @@ def _rule_between(before: RunConfig, after: RunConfig, factor: float) -> Learnin
 
 
 def _equal_tokens(before: RunConfig, after: RunConfig) -> bool:
-    """Whether both see as much text, train and held-out, and decay alike; the last step of the larger batch may end
-    later."""
-    sizes = before.training.global_batch_size, after.training.global_batch_size
-    trained = before.training.train_iters * sizes[0], after.training.train_iters * sizes[1]
-    read = before.training.eval_iters * sizes[0], after.training.eval_iters * sizes[1]
+    """Whether both see as much text, train and held-out, and decay alike. As many batches as one has text for, the last
+    of them begun, is what the other may have: no less."""
+    first, second = before.training, after.training
+    sizes = first.global_batch_size, second.global_batch_size
     decays = before.lr_schedule.lr_decay_style != "constant"
     return (
-        abs(trained[0] - trained[1]) < max(sizes)
-        and abs(read[0] - read[1]) < max(sizes)
+        _same_text(sizes, (first.train_iters, second.train_iters))
+        and _same_text(sizes, (first.eval_iters, second.eval_iters))
         and (not decays or decay_tokens(before) == decay_tokens(after))
     )
+
+
+def _same_text(sizes: tuple[int, int], batches: tuple[int, int]) -> bool:
+    """Whether either number of batches is what :func:`batch_leaves` makes of the other."""
+    read = [size * number for size, number in zip(sizes, batches, strict=True)]
+    return batches[1] == -(-read[0] // sizes[1]) or batches[0] == -(-read[1] // sizes[0])
 
 
 def predict_larger_batch(

@@ -1,6 +1,8 @@
 """Under a memory limit the ladder offers a larger batch, and recomputation for one: each is one change, and gated."""
 
+import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,8 @@ def test_the_global_batch_grows_where_that_was_asked_for_and_tokens_are_compared
     saved = document["saved"]
     assert saved["seconds_per_step"] == pytest.approx(0.12 - (0.08 * 1.1 + 0.08) / 2)
     assert saved["account_seconds_per_step"] == pytest.approx(saved["seconds_per_step"], rel=1e-6)
+    # One percent to either side of each, and of a final step as many tokens.
+    assert saved["account_chance_seconds"] == pytest.approx(0.01 * math.hypot(0.12, 0.168 / 2), rel=0.01)
     assert "as many tokens" in saved["rule"]
     final = load_config(str(tune.path / "configs" / "final.toml")).config
     assert final.memory.recompute_granularity == "budget"
@@ -141,6 +145,18 @@ def test_without_anybody_who_can_tell_what_fits_no_move_is_tried(climb: Climb) -
     document = tuned(climb, "training.micro_batch_size=4", estimate=None).document
     assert document["steps"] == []
     assert any("nothing here tells what a step of it needs" in one for one in document["findings"])
+
+
+def test_a_larger_step_must_fit_the_budget_with_the_time_that_it_takes(climb: Climb) -> None:
+    whole = ("training.micro_batch_size=4", "training.global_batch_size=4", "training.train_iters=800")
+    # Blocks of steps as long as the parent's would fit, and those of twice the batch do not.
+    document = tuned(climb, *whole, batch_rule="sqrt", trial_steps=100, budget_s=245.0).document
+    assert document["steps"] == []
+    (said,) = [one for one in document["findings"] if one.startswith("the budget left no room to try")]
+    assert "training.global_batch_size=8" in said
+    assert (
+        len(tuned(climb, *whole, batch_rule="sqrt", trial_steps=100, budget_s=290.0).document["steps"]) == 1
+    )
 
 
 def test_what_a_step_needs_is_tried_once_and_a_resumed_ladder_asks_again_for_nothing(climb: Climb) -> None:
@@ -186,6 +202,8 @@ def test_the_count_of_a_run_under_a_limit_is_the_evidence_of_its_memory(tmp_path
         {"side": "B", "run": run, "outcome": "finished"},
     ]
     assert counted_bytes(blocks) == {"parent": None, "candidate": 640}
+    shutil.rmtree(run)
+    assert counted_bytes(blocks) == {"parent": None, "candidate": None}, "a resumed ladder goes on without"
 
 
 # -- the gate between two configurations ----------------------------------------------------------------------------

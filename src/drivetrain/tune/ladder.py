@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain.catalogue import Numerics, Optimisation, Setting, catalogue
 from drivetrain.catalogue.rules import all_rules
-from drivetrain.config import RunConfig, load_config, violations
+from drivetrain.config import RunConfig, load_config, tokens_per_step, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.measure.optimisation import Prediction
 from drivetrain.tune.candidates import Candidate, account_of, illegal, survey
@@ -160,17 +160,17 @@ class Ladder:
                 self.view.findings.append(f"{name} was not tried: {why}")
         return None
 
-    def _fits(self, current: Rung, candidate: Candidate) -> bool:
+    def _fits(self, current: Rung, candidate: Candidate, growth: float = 1.0) -> bool:
         """Whether the step fits the budget, and then still the end of the ladder."""
-        return self._estimate_s(current, candidate) <= self.bench.left_s
+        return self._estimate_s(current, candidate, growth) <= self.bench.left_s
 
-    def _estimate_s(self, current: Rung, candidate: Candidate) -> float:
+    def _estimate_s(self, current: Rung, candidate: Candidate, growth: float = 1.0) -> float:
         costs, tier = self.bench.costs, candidate.numerics
         end_s = 0.0
         # With one entry switched on alone, its trial and gate are those of the final configuration.
         if self._kept or candidate.knob is not None:
-            end_s = costs.of_trial(current.config) + costs.of_gate(self._strictest(tier))
-        return costs.of_step(current.config, tier) + end_s
+            end_s = costs.of_trial(current.config, growth) + costs.of_gate(self._strictest(tier))
+        return costs.of_step(current.config, tier, growth) + end_s
 
     def _strictest(self, tier: Numerics) -> Numerics:
         return max([tier, *(kept.numerics for kept in self._kept)], key=TIERS.index)
@@ -217,6 +217,10 @@ class Ladder:
         )
         if isinstance(size, str):
             self.view.findings.append(f"{candidate.key} was not tried: {size}")
+            return current
+        larger = tokens_per_step(changed(current.config, size.change)) / tokens_per_step(current.config)
+        if not self._fits(current, candidate, larger):
+            self.view.findings.append(f"the budget left no room to try {in_words(size.change)}")
             return current
         self._say(f"{in_words(size.change)}, for {candidate.treats[0]}")
         step = self._new_step(current, candidate, size.change)

@@ -60,11 +60,15 @@ class Costs:
         """A profile: the longest so far."""
         return self._profile_s
 
-    def of_trial(self, config: RunConfig) -> float:
-        """A trial up to its first look."""
+    def of_trial(self, config: RunConfig, growth: float = 1.0) -> float:
+        """A trial up to its first look.
+
+        Args:
+            growth: tokens of the candidate's step over those of its parent's, which take as much longer.
+        """
         measured = self.trial_settings(self._step_s).steps
         steps = steps_to_run(config, self._settings.world_size, measured)
-        block_s = max(self._block_s, self._start_s + steps * self._step_s)
+        block_s = max(self._block_s, self._start_s + steps * self._step_s * (1 + growth) / 2)
         return _BLOCKS * self._settings.looks[0] * block_s
 
     def of_gate(self, tier: Numerics) -> float:
@@ -77,6 +81,10 @@ class Costs:
         }[tier]
         return max(self._gates.get(tier, 0.0), runs * (self._start_s + steps * self._step_s))
 
-    def of_step(self, config: RunConfig, tier: Numerics) -> float:
-        """A trial, its gate, and the profile of what is kept."""
-        return self.of_trial(config) + self.of_gate(tier) + self._profile_s
+    def of_step(self, config: RunConfig, tier: Numerics, growth: float = 1.0) -> float:
+        """A trial, its gate (over as many tokens whatever a step has), and the profile of what is kept.
+
+        Args:
+            growth: see :meth:`of_trial`.
+        """
+        return self.of_trial(config, growth) + self.of_gate(tier) + self._profile_s * growth

@@ -9,6 +9,7 @@ from drivetrain.archive.reader import open_run
 from drivetrain.catalogue import Optimisation, Setting, StepEstimate
 from drivetrain.catalogue.move import Move
 from drivetrain.config import RunConfig
+from drivetrain.errors import RunError
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Prediction
 from drivetrain.tune.candidates import illegal
@@ -100,15 +101,20 @@ def choose_size(
 
 
 def counted_bytes(blocks: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
-    """Live bytes at the peak that the runs of a trial counted when they began; None where none did."""
+    """Live bytes at the peak that the runs of a trial counted when they began; None where none did, or none is there to
+    say so any more."""
     found: dict[str, int | None] = {"parent": None, "candidate": None}
     for name, side in (("parent", "A"), ("candidate", "B")):
         for block in blocks:
             if block["side"] != side or block["run"] is None or block["outcome"] != "finished":
                 continue
+            try:
+                events = open_run(Path(block["run"])).events()
+            except RunError:
+                continue
             counts = [
                 event["peak_bytes"]
-                for event in open_run(Path(block["run"])).events()
+                for event in events
                 if event["kind"] == "window" and event.get("what") == "memory_count"
             ]
             if counts:

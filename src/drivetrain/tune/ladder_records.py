@@ -268,7 +268,7 @@ def saved(
         world_size: devices.
         final_share: tokens of a step of the baseline over those of a step of the final configuration, whose seconds
             count by that share: a step of a larger batch does the work of several.
-        states: of the two profiles.
+        states: of the two profiles, the baseline's first.
         withheld: why the account says nothing of what was saved; None: it does.
     """
     measured = parent_step_s - final_step_s * final_share
@@ -284,7 +284,7 @@ def saved(
         seconds = math.fsum(classes.values())
         by_account = {
             "account_seconds_per_step": seconds,
-            "account_chance_seconds": _chance_seconds(states),
+            "account_chance_seconds": _chance_seconds(states, (1.0, final_share)),
             "deviation": seconds / measured - 1 if measured else None,
             "classes": {name: value for name, value in classes.items() if value},
         }
@@ -310,10 +310,19 @@ def _as_many_tokens(final_share: float) -> str:
     return f"of a final step {final_share:.4g}, which is as many tokens as a step of the baseline"
 
 
-def _chance_seconds(states: Sequence[ProfileState]) -> float:
-    """How far two profiles of the trial's machine may move the account's sum, in seconds."""
-    expected = [state.expected for state in states]
-    return math.hypot(*((one.high_s - one.low_s) / 2 for one in expected if one is not None))
+def _chance_seconds(states: Sequence[ProfileState], shares: Sequence[float]) -> float:
+    """How far two profiles of the trial's machine may move the account's sum, in seconds.
+
+    Args:
+        shares: by which the steps of each count in that sum.
+    """
+    return math.hypot(
+        *(
+            share * (state.expected.high_s - state.expected.low_s) / 2
+            for state, share in zip(states, shares, strict=True)
+            if state.expected is not None
+        )
+    )
 
 
 def final_toml(final: RunConfig, kept: Sequence[Kept]) -> str:

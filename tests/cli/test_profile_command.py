@@ -77,6 +77,20 @@ def test_the_short_run_follows_the_schedule_of_the_whole_one() -> None:
     assert violations(loaded.config) == []
 
 
+def test_no_step_is_calibration_that_was_fed_from_what_was_ready_at_the_start() -> None:
+    """Four micro-batches a step on one process, and twelve that workers can have ready."""
+
+    def first(*overrides: str, start: int | None = None, processes: int | None = None) -> int:
+        fed = ["data.num_workers=4", "data.prefetch_factor=3", "training.micro_batch_size=4", *overrides]
+        return with_window("llama-2m", None, fed, 5, start, processes).config.profiler.profile_step_start
+
+    assert first() == 9 + 3
+    assert first(processes=2) == 9 + 6
+    assert first("data.num_workers=0", "data.prefetch_batches=8") == 9 + 2
+    assert first(start=9) == 9
+    assert first("training.micro_batch_size=7") == 9, "the rule that is broken is said by the caller"
+
+
 def test_what_the_user_gives_is_kept() -> None:
     overrides = ["training.train_iters=500", "profiler.profile_ranks=0", "profiler.with_stack=true"]
     loaded = with_window("llama-2m", None, overrides, 5, 100)

@@ -75,10 +75,11 @@ def test_a_short_run_follows_the_schedule_of_the_long_one() -> None:
     assert violations(short, LaunchFacts()) == []
 
 
-def test_steps_fed_from_what_workers_had_ready_are_not_measured() -> None:
+def test_steps_fed_from_what_was_ready_at_the_start_are_not_measured() -> None:
     fed = config("data.num_workers=4", "data.prefetch_factor=3", "training.micro_batch_size=4")
     assert num_microbatches(fed, 1) == 4
     assert prefetched_steps(fed, 1) == 3
+    assert prefetched_steps(config("data.prefetch_batches=9", "training.micro_batch_size=4"), 1) == 3
     assert prefetched_steps(config(), 1) == 0
     assert steps_to_run(fed, 1, 10) == 10 + 3 + 2
     assert steps_to_run(config("fusion.compile=true"), 1, 10) > steps_to_run(config(), 1, 10)

@@ -11,7 +11,7 @@ from fake_runs import BASELINE, FakeRunner, classes_of
 from drivetrain.archive.reader import open_run
 from drivetrain.config import RunConfig, load_config, to_toml
 from drivetrain.tune.moves import Change, changed
-from drivetrain.tune.trainer import Outcome
+from drivetrain.tune.trainer import Attempt, Outcome
 from drivetrain.tune.trial import TrialResult, TrialSettings, run_trial
 from drivetrain.tune.trial_statistics import Noise
 
@@ -63,17 +63,17 @@ def test_blocks_are_a_b_b_a_and_each_counts_only_its_steady_steps(bench: Bench) 
     for block in result.blocks:
         assert block.run is not None
         config = open_run(Path(block.run)).config()
-        assert config.training.train_iters == 6
+        assert config.training.train_iters == 7, "two of warm-up, and one that the thread had ready"
         assert config.lr_schedule.lr_decay_tokens == 400 * 8 * 32
         assert config.optimizer.fused == (block.side == "B")
 
 
-def test_steps_that_workers_had_ready_are_left_out(bench: Bench) -> None:
+def test_steps_that_workers_or_a_thread_had_ready_are_left_out(bench: Bench) -> None:
     result = bench({"data.num_workers": 3, "data.prefetch_factor": 2}, FakeRunner())
-    # Six micro-batches ready, two a step: three steps more are run, and not counted.
+    # Six micro-batches ready, two a step: three steps more are run, and not counted; of the parent's thread one.
     assert [block.steps for block in result.blocks] == [4, 4, 4, 4]
     lengths = [len(open_run(Path(block.run or "")).metrics()) for block in result.blocks]
-    assert lengths == [6, 9, 9, 6]
+    assert lengths == [7, 9, 9, 7]
 
 
 def drifting(per_block: Callable[[int], float]) -> FakeRunner:
@@ -139,6 +139,21 @@ def test_a_median_does_not_hide_steps_that_eat_the_gain(
     assert result.judgement.state == "faster"
     assert not result.faster
     assert "not by the mean" in result.why
+
+
+def test_a_larger_batch_may_take_longer_by_as_much_before_it_is_called_a_hang(bench: Bench) -> None:
+    class Timed(FakeRunner):
+        allowed: list[float | None]
+
+        def train(self, config: Path, overrides: Any, **options: Any) -> Attempt:
+            self.allowed = [*getattr(self, "allowed", []), options["timeout_s"]]
+            return super().train(config, overrides, **options)
+
+    for change, times in ((FUSED, 1), ({"training.global_batch_size": 96}, 12)):
+        runner = Timed()
+        result = bench(change, runner)
+        assert runner.allowed[0] is None
+        assert runner.allowed[1] == pytest.approx(5 * times * result.blocks[0].elapsed_s + 300)
 
 
 def test_earlier_noise_raises_the_least_effect(bench: Bench) -> None:

@@ -10,8 +10,17 @@ from drivetrain.archive.reader import Run, open_run
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
 from drivetrain.cli.train_command import EXIT_OF, refuse_broken_rules, train_new_run
-from drivetrain.config import LoadedConfig, decay_tokens, least_processes, load_config
+from drivetrain.config import (
+    LaunchFacts,
+    LoadedConfig,
+    RunConfig,
+    decay_tokens,
+    least_processes,
+    load_config,
+    violations,
+)
 from drivetrain.errors import ConfigurationError, DrivetrainError
+from drivetrain.tune.short_run import prefetched_steps
 
 __all__ = ["run_profile", "with_window"]
 
@@ -39,9 +48,9 @@ def run_profile(
             "profiler.profile=true profiler.profile_step_start=... profiler.profile_step_end=..."
         )
     former = open_run(Path(source)) if Path(source).is_dir() else None
-    loaded = with_window(source, former, overrides, steps, start)
     if former is not None and num_processes is None:
         num_processes = int(former.manifest["layout"]["world_size"])
+    loaded = with_window(source, former, overrides, steps, start, num_processes)
     world_size = num_processes or least_processes(loaded.config)
     refuse_broken_rules(loaded, world_size)
     profiler, training = loaded.config.profiler, loaded.config.training
@@ -65,13 +74,20 @@ def run_profile(
 
 
 def with_window(
-    source: str, former: Run | None, overrides: Sequence[str], steps: int, start: int | None
+    source: str,
+    former: Run | None,
+    overrides: Sequence[str],
+    steps: int,
+    start: int | None,
+    num_processes: int | None = None,
 ) -> LoadedConfig:
     """The configuration of a run that is just long enough.
 
     Args:
         steps: to profile.
-        start: the first of them; None: as early as can be calibrated.
+        start: the first of them; None: as early as can be calibrated by steps whose batches were not ready before the
+            run began.
+        num_processes: of the run; None: as few as its layout needs.
     """
     given = {override.partition("=")[0].strip() for override in overrides}
     for name, option in (("profile_step_start", "--start"), ("profile_step_end", "--steps"), ("profile", "")):
@@ -80,7 +96,8 @@ def with_window(
             raise ConfigurationError(f"profiler.{name} is set by `drivetrain profile` itself; {remedy}")
     file = str(former.path / "config.toml") if former is not None else source
     wanted = load_config(file, overrides)
-    first = start if start is not None else _BEFORE_CALIBRATION + steps + _TRIAL + 1
+    fed = _fed_steps(wanted.config, num_processes) if start is None else 0
+    first = start if start is not None else _BEFORE_CALIBRATION + fed + steps + _TRIAL + 1
     settings = {
         "training.train_iters": str(first + 2 * steps - 1),
         "training.eval_iters": "0",
@@ -95,6 +112,14 @@ def with_window(
     loaded = load_config(file, [*overrides, *chosen, *(f"profiler.{setting}" for setting in window)])
     name = former.name if former is not None else loaded.name
     return LoadedConfig(loaded.config, source, name)
+
+
+def _fed_steps(config: RunConfig, num_processes: int | None) -> int:
+    """Steps whose batches may be ready when the run begins; 0 where a rule is broken, which the caller refuses."""
+    world_size = num_processes or least_processes(config)
+    if violations(config, LaunchFacts(world_size=world_size)):
+        return 0
+    return prefetched_steps(config, world_size)
 
 
 def _document(run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,8 +62,10 @@ def short_run(config: RunConfig, steps: int) -> list[str]:
 
 
 def prefetched_steps(config: RunConfig, world_size: int) -> int:
-    """Steps that workers can have ready before the first one begins: their times say nothing of the steady state."""
-    ready = config.data.num_workers * config.data.prefetch_factor if config.data.num_workers else 0
+    """Steps that workers, or the thread that builds ahead, can have ready before the first one begins: their times say
+    nothing of the steady state."""
+    data = config.data
+    ready = data.num_workers * data.prefetch_factor if data.num_workers else data.prefetch_batches
     return -(-ready // num_microbatches(config, world_size))
 
 

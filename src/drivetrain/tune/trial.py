@@ -31,7 +31,7 @@ _WORST: tuple[Outcome, ...] = (
     "finished",
 )
 _PATIENCE_S = 300.0
-"""What a candidate may take longer than five times its parent: torch.compile's first run."""
+"""What a candidate may take longer than five times its parent for as many tokens: torch.compile's first run."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,10 @@ def run_trial(
         ConfigurationError: a file is no configuration.
     """
     settings = TrialSettings() if settings is None else settings
-    sides = {"A": _side(parent, settings, world_size), "B": _side(candidate, settings, world_size)}
+    sides: dict[Side, _Prepared] = {
+        "A": _side(parent, settings, world_size),
+        "B": _side(candidate, settings, world_size),
+    }
     blocks: list[Block] = []
     judgement: Judgement | None = None
     earlier = Noise() if noise is None else noise
@@ -176,7 +179,7 @@ def run_trial(
                 ],
                 options=options,
                 world_size=world_size,
-                timeout_s=_longest(blocks) if side == "B" else None,
+                timeout_s=_longest(blocks, sides) if side == "B" else None,
             )
             block = _block(side, attempt, sides[side])
             blocks.append(block)
@@ -204,10 +207,11 @@ def run_trial(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """One side: its file, its overrides, and which of its steps count."""
+    """One side: its file, its overrides, how many steps it runs, which of them count, and tokens of each."""
 
     config: Path
     overrides: Sequence[str]
+    steps: int
     skipped: int
     tokens: int
 
@@ -216,7 +220,7 @@ def _side(path: Path, settings: TrialSettings, world_size: int) -> _Prepared:
     config = load_config(str(path)).config
     steps = steps_to_run(config, world_size, settings.steps)
     return _Prepared(
-        path, short_run(config, steps), prefetched_steps(config, world_size), tokens_per_step(config)
+        path, short_run(config, steps), steps, prefetched_steps(config, world_size), tokens_per_step(config)
     )
 
 
@@ -246,9 +250,14 @@ def _block(side: Side, attempt: Attempt, prepared: _Prepared) -> Block:
     )
 
 
-def _longest(blocks: Sequence[Block]) -> float:
-    """Seconds after which a candidate is called a hang: a gain is out of reach long before."""
-    return 5 * max(block.elapsed_s for block in blocks if block.side == "A") + _PATIENCE_S
+def _longest(blocks: Sequence[Block], sides: Mapping[Side, _Prepared]) -> float:
+    """Seconds after which a candidate is called a hang: a gain is out of reach long before.
+
+    A step of a larger batch may take longer by as much.
+    """
+    tokens = {side: one.steps * one.tokens for side, one in sides.items()}
+    work = max(1.0, tokens["B"] / tokens["A"])
+    return 5 * work * max(block.elapsed_s for block in blocks if block.side == "A") + _PATIENCE_S
 
 
 def _failure(block: Block) -> str | None:

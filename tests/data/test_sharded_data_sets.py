@@ -259,13 +259,38 @@ def test_what_mds_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         ({"raw_data": {"basename": "../x", "bytes": 1}}, "outside of its folder"),
         ({"raw_data": {"basename": "x.mds", "bytes": 1}}, r"x\.mds is not there"),
         ({"raw_data": {"basename": "shard.00001.mds", "bytes": 1}}, "longer than its index says"),
+        ({"raw_data": {"basename": "x" * 5000, "bytes": 1}}, "cannot be looked up: File name too long"),
+        ({"raw_data": {"basename": "a\0b", "bytes": 1}}, "is not there"),
+        ({"raw_data": {"basename": "/etc/passwd", "bytes": 1}}, "outside of its folder"),
         ({"raw_data": None}, "its file is not there"),
+        ({"column_names": [["a"]], "column_encodings": ["pkl"]}, r"column \['a'\] is pickled"),
     ]:
         before = (folder / "index.json").read_text()
         change_index(folder, lambda shard, change=change: shard.update(change))
         with pytest.raises(DataError, match=message):
             read([folder])
         (folder / "index.json").write_text(before)
+
+
+def test_sizes_of_columns_that_no_shard_holds_are_refused(tmp_path: Path) -> None:
+    # The first has no integer of numpy; the sum of the others would be 0 in 64 bits.
+    for sizes in ([1 << 70], [1 << 63, 1 << 63], [1 << 62] * 4):
+        columns: dict[str, tuple[str, int | None]] = {
+            str(number): ("bytes", size) for number, size in enumerate(sizes)
+        }
+        path = tmp_path / "a.mds"
+        path.write_bytes(mds_shard(columns, [dict.fromkeys(columns, b"")]))
+        with pytest.raises(DataError, match="its header does not name its columns"):
+            read([path], Reading(json_key="0"))
+
+
+def test_an_index_without_shards_hides_no_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "index.json").write_text('{"shards": []}')
+    assert "a text" in read([tmp_path])[0]
+    (tmp_path / "index.json").write_text('{"shards": [], "version": 2}')
+    with pytest.raises(DataError, match="names no shards"):
+        read([tmp_path])
 
 
 def test_a_damaged_shard_is_refused_wherever_it_is_damaged(tmp_path: Path) -> None:
@@ -333,6 +358,75 @@ def test_a_damaged_archive_is_refused_where_the_tar_reader_would_end_in_silence(
     archive(path, [("a.txt", b"1"), ("a.TXT", b"2")])
     with pytest.raises(DataError, match=r"two members of the name 'a\.TXT'"):
         read([path])
+
+
+def header(name: str, size: int, kind: bytes = b"0") -> bytes:
+    """A tar header that says anything."""
+    data = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
+    # Base 256, as GNU has it.
+    data[124:136] = bytes([0xFF if size < 0 else 0x80]) + size.to_bytes(11, "big", signed=True)
+    data[156:157] = kind
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data)
+    return bytes(data)
+
+
+def with_facts(facts: dict[str, str]) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a.txt")
+        info.size, info.pax_headers = 5, facts
+        tar.addfile(info, io.BytesIO(b"hello"))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        header("a.jpg", 2**62) + bytes(2048),
+        header("a.txt", 2**62) + bytes(2048),
+        header("a.txt", -512) + b"x" * 512,
+        header("a.txt", 2**62, b"L") + bytes(2048),
+        header("a.txt", 1, b"S") + bytes(2048),
+        with_facts({"size": "99999999999999999999"}),
+        with_facts({"GNU.sparse.map": "x,y", "GNU.sparse.size": "5"}),
+        with_facts({"GNU.sparse.map": "0,1", "GNU.sparse.size": "99999999999999"}),
+        with_facts({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}),
+        (header("x", 5, b"L") + b"abcd".ljust(512, b"\0")) * 3000 + header("a.txt", 0) + bytes(1024),
+    ],
+    ids=[
+        "skipped for years",
+        "read without end",
+        "negative",
+        "long name",
+        "old holes",
+        "size",
+        "map",
+        "holes",
+        "no map",
+        "nested",
+    ],
+)
+@pytest.mark.parametrize("second", [False, True])
+def test_a_header_that_was_made_up_is_damage(tmp_path: Path, data: bytes, second: bool) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes((header("0.txt", 0) if second else b"") + data)
+    with pytest.raises(DataError, match="damaged, cut off, or no tar archive"):
+        read([path])
+
+
+def test_names_in_another_encoding_are_shown_with_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
+        for name, content in (("ü.txt", b"text"), ("v.ü", b"?"), ("wü.txt", b"\xff")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    texts, report = read([path])
+    assert texts == ["text"]
+    assert "v: no .txt and no .json; it has .\\xfc" in report.broken[0]
+    assert r"w\xfc: " in report.broken[1]
+    "".join(report.broken).encode()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,7 +7,7 @@ unpickled: a column of encoding ``pkl`` is refused.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -72,6 +72,10 @@ def mds_index(folder: Path) -> list[ShardFile] | None:
     if not isinstance(shards, list) or not all(isinstance(one, dict) and "format" in one for one in shards):
         # A text of that name.
         return None
+    if not shards:
+        if index.get("version") != VERSION:
+            return None
+        raise DataError(f"{path} names no shards: there is nothing in this folder of MDS")
     return [_shard_file(folder, path, number, one) for number, one in enumerate(shards)]
 
 
@@ -85,7 +89,7 @@ def _shard_file(folder: Path, index: Path, number: int, shard: dict[str, Any]) -
         raise DataError(f"{where} is of version {shard.get('version')!r}; version {VERSION} is readable")
     names, encodings = shard.get("column_names"), shard.get("column_encodings")
     if isinstance(names, list) and isinstance(encodings, list):
-        _refuse_pickles(where, dict(zip(names, encodings, strict=False)))
+        _refuse_pickles(where, list(zip(names, encodings, strict=False)))
     known = [one for one in (shard.get("raw_data"), shard.get("zip_data")) if isinstance(one, dict)]
     for file in known:
         name, size = file.get("basename"), file.get("bytes")
@@ -95,9 +99,12 @@ def _shard_file(folder: Path, index: Path, number: int, shard: dict[str, Any]) -
         if inside.is_absolute() or ".." in inside.parts or not inside.parts:
             raise DataError(f"{where} names a file outside of its folder: {name!r}")
         path = folder / inside
-        if not path.is_file():
-            continue
-        found = path.stat().st_size
+        try:
+            if not path.is_file():
+                continue
+            found = path.stat().st_size
+        except OSError as error:  # too long a name, a loop of links
+            raise DataError(f"{where}: {name[:80]!r} cannot be looked up: {error.strerror}") from error
         if found != size:
             state = "truncated" if found < size else "longer than its index says"
             raise DataError(f"{path} is {state}: expected {size:,} bytes, found {found:,}")
@@ -110,8 +117,8 @@ def _shard_file(folder: Path, index: Path, number: int, shard: dict[str, Any]) -
     )
 
 
-def _refuse_pickles(where: object, columns: dict[str, str]) -> None:
-    pickled = [name for name, encoding in columns.items() if encoding == PICKLED]
+def _refuse_pickles(where: object, columns: Sequence[tuple[object, object]]) -> None:
+    pickled = [name for name, encoding in columns if encoding == PICKLED]
     if pickled:
         raise DataError(
             f"{where}: column {pickled[0]!r} is pickled, and nothing is unpickled here: whoever wrote it could run "
@@ -207,7 +214,8 @@ def open_shard(path: Path, checksum: tuple[str, str] | None = None) -> MdsShard:
         fitting = len(names) == len(encodings) == len(sizes) == len(set(names)) and all(
             isinstance(name, str)
             and isinstance(encoding, str)
-            and (size is None or (type(size) is int and size >= 0))
+            # A larger one is in no shard, and sums of such would not be those of integers.
+            and (size is None or (type(size) is int and 0 <= size <= MOST_BYTES))
             for name, encoding, size in zip(names, encodings, sizes, strict=True)
         )
     except (ValueError, KeyError, TypeError):
@@ -215,7 +223,7 @@ def open_shard(path: Path, checksum: tuple[str, str] | None = None) -> MdsShard:
     if not fitting:
         raise DataError(f"{damaged}: its header does not name its columns")
     columns = dict(zip(names, encodings, strict=True))
-    _refuse_pickles(path, columns)
+    _refuse_pickles(path, list(columns.items()))
     # As the library has it: a column of size 0 is one of variable size.
     return MdsShard(path, columns, count, tuple(size or None for size in sizes), offsets, data)
 

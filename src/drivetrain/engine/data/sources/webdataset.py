@@ -8,9 +8,10 @@ rule; one without a suffix belongs to none. Archives that hold pickles are refus
 import re
 import tarfile
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, cast
 
-from drivetrain.engine.data.sources.compression import open_bytes
+from drivetrain.engine.data.sources.compression import ByteStream, open_bytes
 from drivetrain.engine.data.sources.source import Block, Position, Reading, Sample, Samples, Source
 from drivetrain.errors import DataError
 
@@ -23,6 +24,9 @@ PICKLES = frozenset(("pyd", "pickle", "pkl", "pth", "pt"))
 TEXTS = ("txt", "text")
 JSON = "json"
 AT_ONCE = 1 << 20
+MOST_EMPTY_READS = 16
+_CRAFTED = (ValueError, LookupError, OverflowError, RecursionError)
+"""What the tar reader lets pass, besides its own exceptions, where a header was made up."""
 
 
 class _Header(tarfile.TarInfo):
@@ -42,6 +46,22 @@ class _Damage(Exception):
     """Not one of the exceptions that the tar reader handles by itself."""
 
 
+class _Ending:
+    """A stream that may be read at its end, and not over and over: the tar reader skips a member by reading, and one of
+    2**62 bytes would take it years to find that they are not there."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+        self._empty_reads = 0
+
+    def read(self, size: int, /) -> bytes:
+        data = self._stream.read(size)
+        self._empty_reads = 0 if data else self._empty_reads + 1
+        if self._empty_reads > MOST_EMPTY_READS:
+            raise _Damage("it ends before a member does")
+        return data
+
+
 class _Sample:
     """Members of one key, as they come."""
 
@@ -56,7 +76,8 @@ class _Sample:
             return Sample(self.key, "text", self.text)
         if self.json is not None:
             return Sample(self.key, "object", self.json)
-        return Sample(self.key, "none", ", ".join(f".{one}" for one in sorted(self.suffixes)).encode())
+        found = ", ".join(f".{one}" for one in sorted(self.suffixes))
+        return Sample(self.key, "none", found.encode())
 
 
 def blocks(source: Source, start: Position, reading: Reading) -> Iterator[Block]:
@@ -86,12 +107,38 @@ def blocks(source: Source, start: Position, reading: Reading) -> Iterator[Block]
         yield Block(Samples(source.path, tuple(held)), Position(start.source, number), source.size)
 
 
+def _opened(stream: ByteStream) -> tarfile.TarFile:
+    with _headers_named():
+        # A name in another encoding than UTF-8 is shown and kept with escapes.
+        return tarfile.open(
+            fileobj=cast(Any, _Ending(stream)),
+            mode="r|",
+            tarinfo=_Header,
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
+
+
+def _next(members: Iterator[tarfile.TarInfo]) -> tarfile.TarInfo | None:
+    with _headers_named():
+        return next(members, None)
+
+
+@contextmanager
+def _headers_named() -> Iterator[None]:
+    try:
+        yield
+    except _CRAFTED as error:
+        raise _Damage(f"a header cannot be read ({type(error).__name__}: {error})") from error
+
+
 def _samples(source: Source, stream: Any, skip: int) -> Iterator[Sample]:
     """All samples; of the first ``skip`` nothing is read."""
     current: _Sample | None = None
     number = 0
-    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
-        for member in archive:
+    with _opened(stream) as archive:
+        members = iter(archive)
+        while (member := _next(members)) is not None:
             # Otherwise the archive remembers all of them.
             archive.members = []  # type: ignore[attr-defined]
             if not member.isreg() or _META.match(member.name):
@@ -115,6 +162,8 @@ def _samples(source: Source, stream: Any, skip: int) -> Iterator[Sample]:
             current.suffixes.add(suffix)
             if number < skip or suffix not in (*TEXTS, JSON):
                 continue
+            if member.issparse():
+                raise _Damage(f"member {member.name!r} is a file with holes, which no text has")
             content = archive.extractfile(member)
             assert content is not None
             data = content.read()

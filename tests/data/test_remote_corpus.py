@@ -706,6 +706,69 @@ def test_a_signed_address_of_one_file_is_read(cache: RemoteCache, site: str) -> 
     brought.close()
 
 
+class _Careless(_Site):
+    """A file is served whatever its query is, and an unknown one with a query is no good request."""
+
+    def do_GET(self) -> None:
+        self.path, mark, _ = self.path.partition("?")
+        if mark and self.path not in self.pages:
+            self.send_error(400)
+        else:
+            super().do_GET()
+
+    do_HEAD = do_GET
+
+
+def test_a_query_without_a_secret_belongs_to_the_address_and_not_to_the_name(
+    cache: RemoteCache, site: str, prefix: str
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Careless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        host = f"http://127.0.0.1:{server.server_port}"
+        _Site.pages["/in/ids.parquet"] = b"PAR1..."
+        for ending in (".bin", ".idx"):
+            _Site.pages[f"/in/mine{ending}"] = Path(prefix + ending).read_bytes()
+        said: list[Progress] = []
+        # Its own bytes came as its index, its tokens and its list of checksums.
+        brought = bring_corpus(
+            f"{host}/in/ids.parquet?download=true", cache, said.append, Retries(attempts=1)
+        )
+        assert brought.path.name == "ids.parquet"
+        assert sorted(path.name for path in brought.path.parent.iterdir()) == ["ids.parquet"]
+        assert any("taken as not there" in one.phase for one in said)
+        brought.close()
+        brought = bring_corpus(f"{host}/in/mine?v=1", cache, retries=Retries(attempts=1))
+        assert Corpus.open(brought.path, vocab_size=100).reader.num_tokens == 91
+        brought.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_slash_before_a_query_is_kept(
+    cache: RemoteCache, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def do_get(page: _Site) -> None:
+        asked.append(page.path)
+        found = page.path == "/get/?file=a.txt"
+        page.send_response(200 if found else 404)
+        page.send_header("Content-Type", "text/plain")
+        page.send_header("Content-Length", "4" if found else "0")
+        page.end_headers()
+        if found and page.command == "GET":
+            page.wfile.write(b"text")
+
+    monkeypatch.setattr(_Site, "do_GET", do_get)
+    monkeypatch.setattr(_Site, "do_HEAD", do_get)
+    brought = bring_input(f"{site}/get/?file=a.txt", cache, retries=Retries(attempts=1))
+    assert brought.path.read_bytes() == b"text"
+    assert "/get/?file=a.txt" in asked
+    brought.close()
+
+
 def test_a_web_server_without_parts_of_files_is_said_so(site: str, tmp_path: Path) -> None:
     store = Store(f"{site}/in/a.txt", Retries(attempts=1))
     file = store.file(store.path)

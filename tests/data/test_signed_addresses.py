@@ -1,6 +1,7 @@
 """Runs on corpora whose addresses are signed: nothing of the signature is kept, and yet they go on."""
 
 import shutil
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from drivetrain.engine.data.inspection import inspect_corpus
 from drivetrain.engine.data.prepare import prepare
 from drivetrain.engine.data.remote.cache import RemoteCache, key_of
 from drivetrain.engine.data.remote.inputs import bring_corpus
-from drivetrain.engine.data.remote.store import Refused, Store
-from drivetrain.errors import EnvironmentFault
+from drivetrain.engine.data.remote.store import Refused, Retries, Store
+from drivetrain.errors import DrivetrainError, EnvironmentFault
 from runs_on_the_spot import Tiny
 
 pytest.importorskip("fsspec")
@@ -113,6 +114,26 @@ def test_what_is_made_and_shown_of_a_signed_input_names_it_without_its_signature
     meta = prepare([f"file://{tmp_path}/a.txt?sig={SECRET}"], tmp_path / "made", vocab_size=270)
     assert meta.sources == (f"file://{tmp_path}/a.txt?signature=withheld",)
     assert inspect_corpus(signed.url)["prefix"] == signed.shown
+
+
+@pytest.mark.parametrize("fault", [PermissionError, FileNotFoundError, ConnectionError])
+def test_a_message_that_names_the_file_alone_holds_no_signature(
+    signed: Signed, monkeypatch: pytest.MonkeyPatch, fault: type[OSError]
+) -> None:
+    store = Store(signed.url, Retries(attempts=1))
+    store.path += ".bin"
+    file = store.file(store.path)
+    assert file is not None
+
+    def cat_file(path: str, **_: object) -> bytes:
+        raise fault(13, "not so", path)
+
+    monkeypatch.setattr(store._files, "cat_file", cat_file)
+    with pytest.raises(DrivetrainError) as caught:
+        store.read(file, 0, 4)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert SECRET not in shown
+    assert "signature=withheld" in shown
 
 
 def test_no_cause_of_a_message_holds_a_signature(signed: Signed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,12 +78,14 @@ def words_of(error: BaseException) -> str:
     return withheld(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
-def traceable(error: BaseException) -> BaseException | None:
-    """``error`` as a cause that may be printed; None where it, or one behind it, holds a secret."""
+def traceable(error: BaseException, secret: str = "") -> BaseException | None:
+    """``error`` as a cause that may be printed; None where it, or one behind it, holds a secret: that of an address, or
+    ``secret`` by itself."""
     seen: list[BaseException] = []
     now: BaseException | None = error
     while now is not None and now not in seen:
-        if withheld(f"{now!r} {now}") != f"{now!r} {now}":
+        words = f"{now!r} {now}"
+        if withheld(words) != words or (secret and secret in words):
             return None
         seen.append(now)
         now = now.__cause__ or now.__context__

@@ -113,6 +113,7 @@ class Store:
         address = whole_address(url, os.environ)
         url = self.url
         self._lacks_signature = address is None
+        self._secret = ""
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
@@ -136,12 +137,27 @@ class Store:
             if traceable(error) is None:
                 raise fault from None
             raise fault from error
-        # What signs an address signs what is beside it, or nothing: it belongs to none of the names.
-        self.path, mark, query = path.partition("?") if is_withheld(url) else (path, "", "")
-        self._query = mark + query
+        # What signs an address signs what is beside it, or nothing: it belongs to none of the names. Nor does any query
+        # of HTTP: a server that ignores it would give the file itself for whatever stands behind.
+        self._query = ""
+        if is_withheld(url) or urlsplit(path).scheme.lower() in ("http", "https"):
+            path, mark, query = path.partition("?")
+            self._query = mark + query
+            self._secret = query if is_withheld(url) else ""
+            if mark and path.endswith("/"):
+                path, self._query = path.rstrip("/"), f"/{self._query}"
+        self.path = path
 
     def _refused(self, what: str, error: BaseException) -> Refused:
-        return Refused(f"{self.url}: {what} is refused ({words_of(error)}): {what_to_set(self.url)}")
+        words = self._shown(words_of(error))
+        return Refused(f"{self.url}: {what} is refused ({words}): {what_to_set(self.url)}")
+
+    def _shown(self, words: str) -> str:
+        """Without the secret, where a message names the file and not its whole address."""
+        return words.replace(self._secret, "signature=withheld") if self._secret else words
+
+    def _cause(self, error: BaseException) -> BaseException | None:
+        return traceable(error, self._secret)
 
     def _asked(self, path: str) -> str:
         return path + self._query
@@ -157,7 +173,10 @@ class Store:
             found = self._tried(lambda: self._files.info(self._asked(path)), f"looking for {path}")
         except _MISSING:
             return None
-        if found.get("type", "file") != "file" or _is_page_of_folder(found):
+        if found.get("type", "file") != "file":
+            return None
+        # An address that ends with a slash before its query may well be of a file.
+        if _is_page_of_folder(found) and not (self._query and found.get("mimetype") != "text/html"):
             return None
         return _file(path, found, self.url)
 
@@ -173,7 +192,7 @@ class Store:
             EnvironmentFault: it, or a folder in it, could not be listed.
         """
         if self._query:
-            # Whatever the links on a page are, they are not signed.
+            # Whatever the links on a page are, they are not signed, and what a query chooses is no folder.
             return []
         try:
             found = self._found_below(path)
@@ -220,7 +239,7 @@ class Store:
         except _MISSING as error:
             if top:
                 raise
-            raise DataError(f"{self.url}: {folder} was there, and is not any more") from error
+            raise DataError(f"{self.url}: {folder} was there, and is not any more") from self._cause(error)
         return listed
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
@@ -242,7 +261,7 @@ class Store:
         try:
             return self._tried(attempt, f"reading {file.path} from byte {start:,} on")
         except (FileNotFoundError, IsADirectoryError) as error:
-            raise DataError(f"{self.url}: {file.path} was there, and is not any more") from error
+            raise DataError(f"{self.url}: {file.path} was there, and is not any more") from self._cause(error)
 
     def _tried(self, action: Callable[[], Answer], what: str) -> Answer:
         if self._lacks_signature:
@@ -259,19 +278,20 @@ class Store:
                 # Before all else: fsspec says of HTTP that there is no such file whatever the answer was.
                 refusal = refusal_in(raised)
                 if refusal is not None:
-                    raise self._refused(what, refusal) from traceable(raised)
+                    raise self._refused(what, refusal) from self._cause(raised)
                 reason, words = _reason(raised)
+                words = self._shown(words)
                 if issubclass(reason, _MISSING):
                     raise
                 if issubclass(reason, NotImplementedError | ImportError) or _is_final(raised):
-                    raise EnvironmentFault(f"{self.url}: {what} is not possible: {words}") from traceable(
-                        raised
-                    )
+                    # Of a name that is not there, some servers say that the query is no good.
+                    fault = Refused if self._query and status_of(raised) == 400 else EnvironmentFault
+                    raise fault(f"{self.url}: {what} is not possible: {words}") from self._cause(raised)
                 if attempt == self._retries.attempts:
                     raise EnvironmentFault(
                         f"{self.url}: {what} failed {attempt} times, the last time with: {words}; what has "
                         "come so far is kept, and the same command goes on from there"
-                    ) from traceable(raised)
+                    ) from self._cause(raised)
                 self._progress(Progress(f"{what} failed ({words}); trying again in {wait:g} s"))
             self._retries.sleep(wait)
             wait = min(2 * wait, self._retries.most_s)

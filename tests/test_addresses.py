@@ -10,12 +10,15 @@ from drivetrain.addresses import (
     ADDRESS_VARIABLE,
     holds_password,
     is_withheld,
+    require_apart,
     take_secrets,
     whole_address,
     withheld,
 )
-from drivetrain.config import RunConfig, load_config, to_toml
+from drivetrain.config import DataConfig, ModelConfig, RunConfig, load_config, to_toml
 from drivetrain.config.blend import corpora_of
+from drivetrain.engine.data.opening import open_data
+from drivetrain.engine.data.prepare import prepare
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.launch.names import environment_of
 
@@ -39,6 +42,15 @@ AMAZON = (
         ("https://me:secret@host/x", "https://withheld@host/x"),
         ("zip://a::ftp://me:sec@ret@host/x.zip", "zip://a::ftp://withheld@host/x.zip"),
         ("https://ghp_abcdefghijklmnop@host/x", "https://withheld@host/x"),
+        ("HTTPS://ghp_abcdefghijklmnop@host/x", "HTTPS://withheld@host/x"),
+        ("http://[fe80::1%25eth0]:8080/a%20b.txt?sig=%2Fz", None),
+        ("https://p/?u=https://me:pw@h/x", "https://p/?u=https://withheld@h/x"),
+        ("https://p/?u=https%3A%2F%2Fme%3Apw%40h", "https://p/?u=withheld-9181046c301c"),
+        ("https://h/a?x=1;sig=z", "https://h/a?x=1&signature=withheld"),
+        ("https://h/a?hdnts=st=1~exp=2~acl=/*~hmac=ab12", None),
+        ("https://h/a?sign=ab&t=1", "https://h/a?t=1&signature=withheld"),
+        ("https://h/a?md5=AbC123defGHI456jklMNO7&expires=12", None),
+        ("https://h/get?file=https%3A%2F%2Fk%2Fa%3Fsig%3Dz", "https://h/get?file=withheld-18b512f15cab"),
     ],
 )
 def test_a_secret_is_taken_out_by_the_rule_and_the_rule_leaves_its_result_alone(
@@ -61,6 +73,11 @@ def test_a_secret_is_taken_out_by_the_rule_and_the_rule_leaves_its_result_alone(
         "https://h/page#heading",
         "https://me@host/x",
         "corpora/mine?sig=not-a-url",
+        "github://owner:repository@main/x.jsonl",
+        "https://h/x?author=me&tokenizer=gpt2&max_tokens=3",
+        "https://h/x?a=1;b=2&c",
+        "http://[::1]:8080/a%20b.txt",
+        "file:///C:/a/b.txt",
     ],
 )
 def test_what_is_no_secret_stays(address: str) -> None:
@@ -88,12 +105,35 @@ def test_the_command_line_keeps_no_secret_and_leaves_the_address_to_who_reads_it
     )
     assert environment[ADDRESS_VARIABLE] == "https://h/b?sig=older https://h/a?token=x https://h/b?sig=old"
     assert whole_address("https://h/b?signature=withheld", environment) == "https://h/b?sig=old"
+    other_order = {ADDRESS_VARIABLE: "https://h/b?sig=z&v=1"}
+    assert whole_address("https://h/b?signature=withheld&v=1", other_order) == "https://h/b?sig=z&v=1"
     assert whole_address("https://h/other?signature=withheld", environment) is None
     assert whole_address("https://h/c?v=1", environment) == "https://h/c?v=1"
     take_secrets(other := ["https://me:secret@h/x"], environment)
     assert other == ["https://withheld@h/x"]
     assert holds_password(other[0]), "it is refused as the whole one would be"
     assert "secret" not in environment[ADDRESS_VARIABLE]
+
+
+def test_the_text_of_a_prompt_is_left_as_it_is() -> None:
+    words = ["generate", "latest", "--prompt", "see https://h/a?sig=z", "--prompt=https://me:pw@h"]
+    take_secrets(left := words.copy(), environment := {})
+    assert left == words
+    assert not environment
+
+
+def test_two_addresses_that_differ_in_what_is_withheld_alone_are_not_taken_for_one() -> None:
+    with pytest.raises(
+        DrivetrainError, match=r"https://h/get\?signature=withheld: two addresses differ"
+    ) as caught:
+        take_secrets(["prepare", "https://h/get?key=a.txt", "https://h/get?key=b.txt"], {})
+    assert "a.txt" not in str(caught.value)
+    require_apart(["https://h/get?key=a", "https://h/get?key=a", "https://h/b?key=a"])
+    with pytest.raises(DrivetrainError, match="taken for one"):
+        prepare(["https://h/get?key=a.txt", "https://h/get?key=b.txt"], "nowhere")
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=300, seq_length=8)
+    with pytest.raises(DrivetrainError, match="taken for one"):
+        open_data(DataConfig(data_path="1 https://h/get?key=a 2 https://h/get?key=b"), model)
 
 
 def test_a_file_with_a_signed_address_is_refused_with_what_to_write(tmp_path: Path) -> None:
@@ -114,3 +154,13 @@ def test_a_written_configuration_keeps_no_signature() -> None:
 def test_a_job_file_takes_no_signatures() -> None:
     with pytest.raises(DrivetrainError, match="the job file would hold the signatures"):
         environment_of([f"{ADDRESS_VARIABLE}=https://h/m?sig=SECRET"])
+    # Whole, and as the command line leaves them.
+    for value in (
+        "http://me:pw@h:1",
+        "http://withheld@h:1",
+        "https://h/m?sig=z",
+        "https://h/m?signature=withheld",
+    ):
+        with pytest.raises(DrivetrainError, match="would hold the secret of an address"):
+            environment_of([f"https_proxy={value}"])
+    assert environment_of(["https_proxy=http://h:1"]) == {"https_proxy": "http://h:1"}

@@ -7,14 +7,17 @@ file looks for it. What is written anywhere is the address without its secret; i
 
 import hashlib
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from urllib.parse import unquote
+
+from drivetrain.errors import DrivetrainError
 
 __all__ = [
     "ADDRESS_VARIABLE",
     "PASSWORD_ADVICE",
     "holds_password",
     "is_withheld",
+    "require_apart",
     "take_secrets",
     "whole_address",
     "withheld",
@@ -27,17 +30,18 @@ PASSWORD_ADVICE = (
     "variables, or as the protocol's own package reads it"
 )
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://[^\s'\"<>]+")
-# One that was taken out is refused as it would have been.
-_PASSWORD = re.compile(r"://([^/\s]*:[^/\s]*|withheld)@")
+# One that was taken out is refused as it would have been. Of github://owner:repository@branch it is none.
+_PASSWORD = re.compile(r"(?<!github)://([^/\s]*:[^/\s]*|withheld)@")
 # A name alone is no secret, but a token in its place is as long as one. Elsewhere: abfs://container@account.
-_HTTP_TOKEN = re.compile(r"https?://[^/?#\s]{16,}@")
-_USER = re.compile(r"((?:https?://)(?=[^/?#\s]{16,}@)|://(?=[^/\s]*:[^/\s]*@))[^/\s]*@")
+_HTTP_TOKEN = re.compile(r"(?i:https?)://[^/?#\s]{16,}@")
+_USER = re.compile(r"((?i:https?)://(?=[^/?#\s]{16,}@)|(?<!github)://(?=[^/\s]*:[^/\s]*@))[^/\s]*@")
 _BAKED = re.compile(r"\.baked-[0-9a-f]{12}$")
 """What the name of a corpus ends with to whose documents a transform was applied; it stands behind the query."""
 _WITHHELD = "withheld"
 _SIGNED = f"signature={_WITHHELD}"
 _SECRET = re.compile(
-    r"signature|token|secret|passw|pwd$|credential|auth|api[-_]?key|access[-_]?key|jwt|hmac|^(sig|key|code|pass)$"
+    r"signature|token(?!i[sz]|s$)|secret|passw|pwd$|credential|auth(?!or)|authori[sz]ation|api[-_]?key|access[-_]?key|"
+    r"rlkey|resourcekey|jwt|hmac|^(sig|sign|key|code|pass|pw|md5|ticket|delegation|hdnts|hdnea|hdntl|__gda__)$"
 )
 """Names of parameters, in small letters, that are credentials."""
 _COMPANION = re.compile(
@@ -51,6 +55,7 @@ _CONTENT = re.compile(
 """Names of parameters that say which file is meant, however long their values are."""
 _LONG = re.compile(r"(?=[^&]*[0-9])(?=[^&]*[A-Za-z])[A-Za-z0-9+/=_.~%-]{24,}")
 _DIGEST = re.compile(rf"{_WITHHELD}-[0-9a-f]{{12}}")
+_INNER_NAME = re.compile(r"([\w.-]+)=")
 
 
 def holds_password(text: str) -> bool:
@@ -84,7 +89,8 @@ def _without_secrets(url: str) -> str:
 
 
 def _kept(parameters: str) -> str:
-    pairs = [one.partition("=") for one in parameters.split("&")]
+    pieces = re.split("([&;])", parameters)
+    pairs = [one.partition("=") for one in pieces[::2]]
     names = [unquote(name).lower() for name, _, _ in pairs]
     if any(map(_SECRET.search, names)):
         kept = [
@@ -93,20 +99,30 @@ def _kept(parameters: str) -> str:
             if not _SECRET.search(name) and not _COMPANION.fullmatch(name)
         ]
         return "&".join([*map(_one, kept), _SIGNED])
-    return "&".join(map(_one, pairs))
+    return "".join(
+        _one(piece.partition("=")) if number % 2 == 0 else piece for number, piece in enumerate(pieces)
+    )
 
 
 def _one(pair: tuple[str, str, str]) -> str:
     name, equals, value = pair
     is_key = _LONG.fullmatch(value) and not _CONTENT.fullmatch(unquote(name).lower())
-    if is_key and not _DIGEST.fullmatch(value):
+    if (is_key or _holds_another(value)) and not _DIGEST.fullmatch(value):
         value = f"{_WITHHELD}-{hashlib.sha256(value.encode()).hexdigest()[:12]}"
     return f"{name}{equals}{value}"
 
 
+def _holds_another(value: str) -> bool:
+    """Whether the value of a parameter is an address, or parameters, with a secret of their own."""
+    inner = unquote(unquote(value))
+    # A password that is not encoded was taken out before.
+    hides_password = holds_password(inner) and not holds_password(value)
+    return hides_password or any(_SECRET.search(name.lower()) for name in _INNER_NAME.findall(inner))
+
+
 def is_withheld(url: str) -> bool:
     """Whether ``url`` lacks a secret that :func:`withheld` took out of it."""
-    return re.search(rf"[?&#]{_SIGNED}(?=[&#.]|$)|=withheld-[0-9a-f]{{12}}(?=[&#.]|$)", url) is not None
+    return re.search(rf"[?&#]{_SIGNED}(?=[&#.]|$)|=withheld-[0-9a-f]{{12}}(?=[&;#.]|$)", url) is not None
 
 
 def whole_address(url: str, environment: Mapping[str, str]) -> str | None:
@@ -118,14 +134,38 @@ def whole_address(url: str, environment: Mapping[str, str]) -> str | None:
         return url
     known = environment.get(ADDRESS_VARIABLE, "").split()
     # Of several that were signed one after the other, the last.
-    return next((one for one in reversed(known) if withheld(one) == url), None)
+    shown = withheld(url)
+    return next((one for one in reversed(known) if withheld(one) == shown), None)
+
+
+def require_apart(addresses: Iterable[str]) -> None:
+    """Nothing, where no two of ``addresses``, of which something reads all, differ in what is withheld alone.
+
+    Raises:
+        DrivetrainError: two do: kept without it they would be one, and one of them would be read for both.
+    """
+    seen: dict[str, str] = {}
+    for one in addresses:
+        shown = withheld(one)
+        if seen.setdefault(shown, one) != one and one != shown:
+            raise DrivetrainError(
+                f"{shown}: two addresses differ in what is withheld alone, and would be taken for one: download one of "
+                "them, and give its path"
+            )
 
 
 def take_secrets(words: list[str], environment: MutableMapping[str, str]) -> None:
-    """Put the whole addresses in ``words`` into ``environment``, and leave in ``words`` what may be shown."""
+    """Put the whole addresses in ``words`` into ``environment``, and leave in ``words`` what may be shown.
+
+    Raises:
+        DrivetrainError: two of the addresses cannot be told apart then.
+    """
+    given: list[str] = []
     for number, word in enumerate(words):
         shown = withheld(word)
-        if shown == word:
+        # The text of a prompt is what a model reads, and kept nowhere.
+        is_text = word.startswith("--prompt=") or (number > 0 and words[number - 1] == "--prompt")
+        if shown == word or is_text:
             continue
         words[number] = shown
         whole = [
@@ -133,5 +173,7 @@ def take_secrets(words: list[str], environment: MutableMapping[str, str]) -> Non
             for url in _URL.finditer(word)
             if is_withheld(withheld(url[0])) and not holds_password(url[0])
         ]
+        given.extend(whole)
         before = environment.get(ADDRESS_VARIABLE, "").split()
         environment[ADDRESS_VARIABLE] = " ".join([*before, *whole]).strip()
+    require_apart(given)

@@ -101,9 +101,9 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     # As Ctrl-C, until a run is there to be saved: what was half done is cleaned up, and the exit code is 130.
     signal.signal(signal.SIGTERM, _interrupt)
-    # Before anything can show or record them.
-    take_secrets(sys.argv, os.environ)
     try:
+        # Before anything can show or record them.
+        take_secrets(sys.argv, os.environ)
         application()(standalone_mode=True)
     except DrivetrainError as error:
         print(f"error: {withheld(str(error))}", file=sys.stderr)

@@ -4,7 +4,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Sequence
 
-from drivetrain.addresses import ADDRESS_VARIABLE
+from drivetrain.addresses import ADDRESS_VARIABLE, holds_password, is_withheld, withheld
 from drivetrain.errors import DrivetrainError
 from drivetrain.launch.quoting import require_text
 
@@ -154,6 +154,12 @@ def environment_of(pairs: Sequence[str]) -> dict[str, str]:
             raise DrivetrainError(
                 f"--env {name}: the job file would hold the signatures; set it where the job is submitted (sbatch "
                 "passes it on), or from a Secret of the cluster"
+            )
+        # The command line has taken a secret out, so that the job would find an address that opens nothing.
+        if holds_password(value) or withheld(value) != value or is_withheld(value):
+            raise DrivetrainError(
+                f"--env {name}: the job file would hold the secret of an address; set it where the job is submitted "
+                "(sbatch passes it on), or from a Secret of the cluster"
             )
         if name in found:
             raise DrivetrainError(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from drivetrain.addresses import require_apart
 from drivetrain.archive.atomic import write_fault
 from drivetrain.config import DataConfig, ModelConfig
 from drivetrain.config.blend import BAKED, corpora_of, with_prefixes
@@ -37,6 +38,7 @@ def open_data(data: DataConfig, model: ModelConfig, progress: ProgressCallback =
         prefix = standard_library_corpus(model.vocab_size, progress=progress)
         return Corpus.open(prefix, data.tokenizer_path, vocab_size=model.vocab_size, progress=progress)
     named = corpora_of(data.data_path)
+    require_apart(one.prefix for one in named if is_url(one.prefix))
     opened = [_open_one(one.prefix, data, model, progress) for one in named]
     if len(opened) == 1:
         return opened[0]

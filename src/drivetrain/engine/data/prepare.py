@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from drivetrain.addresses import withheld
+from drivetrain.addresses import require_apart, withheld
 from drivetrain.archive.atomic import write_fault, write_text
 from drivetrain.engine.data.encoding import Encoder
 from drivetrain.engine.data.gathering import gather
@@ -142,6 +142,7 @@ def _brought_here(
     inputs: Sequence[str | Path], cache_bytes: int | None, progress: ProgressCallback
 ) -> Iterator[list[str | Path]]:
     """The inputs as paths of this machine; what URLs name is held meanwhile."""
+    require_apart(str(one) for one in inputs if is_url(one))
     with ExitStack() as held:
         paths: list[str | Path] = []
         for given in inputs:

@@ -97,6 +97,20 @@ def test_bytes_that_nothing_is_long_enough_to_hide_are_no_matter_of_size() -> No
     assert not any("bucket_size_mb" in remedy.field for remedy in finding.remedies)
 
 
+def test_one_reduction_of_all_gradients_is_not_made_larger() -> None:
+    # Half of it is the fixed cost of its call, and the wire had little room: there is no second to join it to.
+    found = communication(
+        calls=1, bytes=4e6, exposed_s=0.02, wire_s=0.02, backward_idle_s=0.001, fixed=0.01, rate=1e9
+    )
+    (finding,) = advice(found, "overlap.bucket_size_mb=25")
+    assert finding.cause == "communication.too_much"
+    sizes = [(remedy.change or {}).get("overlap.bucket_size_mb") for remedy in finding.remedies]
+    assert all(size is None or size < 4 for size in sizes), "nothing larger than what travels already"
+    serial = communication(calls=1, wire_s=0.03, exposed_s=0.03, backward_idle_s=0.06)
+    (other,) = advice(serial, "overlap.bucket_size_mb=0")
+    assert other.cause == "communication.serial"
+
+
 def test_reduce_scatters_are_looked_at_where_gradients_are_sharded() -> None:
     found = communication(group="dp_shard", kind="reduce_scatter")
     assert advice(found, "parallelism.zero_stage=2", "overlap.bucket_size_mb=10")

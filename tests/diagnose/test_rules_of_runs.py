@@ -62,6 +62,10 @@ def test_too_few_workers_are_found_with_the_number_that_would_do() -> None:
     assert remedy.memory_bytes == 0
     assert not findings("data.too_few_workers", slow, "data.num_workers=3", classes=WAITING)
     assert not findings("data.too_few_workers", slow, "data.num_workers=1"), "nobody waits"
+    crowded = replace(slow, local_processes=4)
+    assert not findings("data.too_few_workers", crowded, "data.num_workers=1", classes=WAITING), (
+        "each of four processes would want three of eight cores"
+    )
 
 
 def test_where_no_number_of_workers_would_do_or_a_transform_is_the_cause_it_is_not_their_number() -> None:
@@ -157,6 +161,21 @@ def test_gradients_in_fp32_cost_half_of_their_exposed_transfer() -> None:
         )
 
 
+@pytest.mark.parametrize(("stage", "gradients"), [(0, 1), (1, 2 / 3), (2, 1 / 2), (3, 1 / 3)])
+def test_parameters_that_travel_are_no_gradients(stage: int, gradients: float) -> None:
+    classes = {"compute.matmul": 70 * MS, "communication.dp.transfer": 30 * MS}
+    (found,) = findings(
+        "communication.fp32_on_the_wire",
+        None,
+        "precision.params_dtype=bf16",
+        f"parallelism.zero_stage={stage}",
+        classes=classes,
+        world_size=2,
+    )
+    assert found.cost_ns == pytest.approx(15 * MS * gradients)
+    assert found.confidence == ("medium" if stage == 0 else "low")
+
+
 PIPELINE = ("parallelism.pipeline_model_parallel_size=2",)
 
 
@@ -176,9 +195,14 @@ def test_a_pipeline_with_few_micro_batches_wants_smaller_ones() -> None:
 
 def test_without_bubbles_in_the_records_the_formula_stands_in_and_says_so() -> None:
     few = (*PIPELINE, "training.micro_batch_size=4", "training.global_batch_size=16")
-    (found,) = findings("pipeline.too_few_micro_batches", None, *few, world_size=2)
+    waiting = {"compute.matmul": 70 * MS, "communication.pp.unsplit": 30 * MS}
+    (found,) = findings("pipeline.too_few_micro_batches", None, *few, classes=waiting, world_size=2)
     assert found.cost_ns == pytest.approx(20 * MS)
     assert found.confidence == "low"
+    little = {"compute.matmul": 95 * MS, "communication.pp.unsplit": 5 * MS}
+    (found,) = findings("pipeline.too_few_micro_batches", None, *few, classes=little, world_size=2)
+    assert found.cost_ns == 5 * MS, "no more than the stages can have stood"
+    assert not findings("pipeline.too_few_micro_batches", None, *few, world_size=2), "they compute all along"
 
 
 def ranks(*compute_ms: int) -> Account:
@@ -195,6 +219,7 @@ def test_the_slow_stage_is_named_and_gives_a_layer_away() -> None:
     layers = (*PIPELINE, "model.num_layers=6", "parallelism.pipeline_model_parallel_layout=4,2")
     (found,) = findings("pipeline.unbalanced_stages", None, *layers, made=ranks(80, 40), world_size=2)
     assert found.cost_ns == pytest.approx(20 * MS)
+    assert found.part_of == "bubble", "the account has that time already"
     assert found.evidence[0].ranks == (0,)
     (remedy,) = found.remedies
     assert remedy.change == {"parallelism.pipeline_model_parallel_layout": "3,3"}
@@ -290,6 +315,14 @@ def test_connections_of_the_device_are_held_against_the_layout(
     assert not findings("environment.max_connections", on_cpu, *overrides, world_size=2)
 
 
+def test_where_gradients_are_reduced_beside_tensor_parallelism_one_connection_is_no_sure_advice() -> None:
+    files = figures(environment={}, **CUDA)
+    (alone,) = findings("environment.max_connections", files, *SHARED_LAYERS, world_size=2)
+    (beside,) = findings("environment.max_connections", files, *SHARED_LAYERS, world_size=4)
+    assert "try both" not in str(alone.no_remedy)
+    assert "try both" in str(beside.no_remedy)
+
+
 # ---- memory, shapes, maintenance -----------------------------------------------------------------------------------
 
 
@@ -301,6 +334,8 @@ def test_recomputation_beside_free_memory_buys_nothing() -> None:
     assert found.cost_ns == 25 * MS
     assert found.remedies[0].name == "recompute"
     assert found.remedies[0].change == {"memory.recompute_granularity": "none"}
+    shared = replace(free, local_processes=4)
+    assert not findings("memory.recompute_without_need", shared, *on, classes=classes), "12 of 16 GB are used"
     full = figures({"memory/process_rss_peak_bytes": 12e9}, memory_bytes=16_000_000_000)
     assert not findings("memory.recompute_without_need", full, *on, classes=classes)
     limited = (*on, "memory.device_memory_limit_bytes=4000000000")

@@ -45,6 +45,37 @@ def test_steps_with_a_tag_count_what_they_are_longer_and_warm_up_does_not(writer
     assert found.logged_steps == 22
 
 
+def test_a_step_that_something_else_made_longer_too_is_not_laid_at_the_collectors_door(
+    writer: RunWriter,
+) -> None:
+    log(writer, 25, 5.0, "gc", "profile")
+    found = figures_of(open_run(writer.path))
+    assert found.excess_s["gc"].keys() == {10}
+
+
+def test_steps_without_a_time_and_figures_that_are_not_finite_give_no_mean(writer: RunWriter) -> None:
+    log(writer, 25, float("nan"))
+    log(writer, 26, 0.1, read_s=float("inf"))
+    writer.log_metrics(27, {"train/loss": 1.0}, ())
+    found = figures_of(open_run(writer.path))
+    assert found.steady_steps == 21
+    assert found.means["time/step_s"] == pytest.approx(0.1)
+    assert "data/read_s" not in found.means
+
+
+def test_of_a_resumed_run_maintenance_is_held_against_the_steps_of_its_own_segment(writer: RunWriter) -> None:
+    # The summary's steps are those of the whole run, its times those of the last segment.
+    writer.open_segment(25)
+    for step in range(25, 29):
+        log(writer, step, 0.1)
+    for step in (26, 28):
+        writer.event("checkpoint", step=step, path=f"step-{step}")
+    writer.write_summary({"steps": 28, "wall": {"maintenance_s": {"checkpoint": 0.4}}})
+    found = figures_of(open_run(writer.path))
+    assert found.segment_steps == 4
+    assert found.maintenance["checkpoint"].seconds == pytest.approx(0.2)
+
+
 def test_the_machine_and_the_padding_are_what_the_run_wrote_down(writer: RunWriter) -> None:
     writer.event("data", when="start", padding_frac=0.25)
     writer.event("data", when="end", operations={})

@@ -168,7 +168,7 @@ CAUSES: Mapping[str, Cause] = {
         "communication",
         "twice as many bytes travel as there are gradients in bf16",
         "gradients travel in fp32 although the model computes in 16 bits",
-        "half of the exposed transfer of data parallelism",
+        "half of the gradients' part of the exposed transfer of data parallelism",
         "reduce gradients in bf16",
     ),
     "pipeline.bubble": Cause(
@@ -182,7 +182,8 @@ CAUSES: Mapping[str, Cause] = {
         "communication",
         "stages stand at the beginning and at the end of each step",
         "a step has so few micro-batches that filling and emptying the pipeline takes a tenth of it or more",
-        "bubbles of warm-up and cool-down, or their share by (p - 1)/(v m + p - 1)",
+        "bubbles of warm-up and cool-down; where none are recorded their share by (p - 1)/(v m + p - 1), at most the "
+        "time in which stages wait for each other, or are idle",
         "smaller micro-batches, or a larger global batch",
     ),
     "pipeline.unbalanced_stages": Cause(
@@ -357,7 +358,7 @@ CAUSES: Mapping[str, Cause] = {
         "memory",
         "memory is free and allocation fails, or the allocator calls the device in every step",
         "free memory lies in pieces that nothing fits in",
-        "calls that allocate or free device memory during steady steps",
+        "calls that allocate or free device memory during steady steps, at most the time of the host's causes",
         "expandable segments of the allocator; equal shapes in every step",
     ),
     "memory.copies": Cause(

@@ -1,5 +1,6 @@
 """What the files of a run say beside its traces: logged steps, events, the summary, the machine it ran on."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,12 +35,12 @@ class RunFigures:
 
     Attributes:
         steady_steps: how many logged steps the means are over.
-        means: metric → mean; a metric that some steady step lacks is absent.
+        means: metric → mean; a metric that some steady step lacks, or that is not finite in one, is absent.
         early, late: the same over the first and the last quarter; empty with less than 16 steady steps.
-        excess_s: tag (``compile``, ``gc``) → step → seconds above the median steady step, of steps with that tag after
-            the first steady one.
+        excess_s: tag (``compile``, ``gc``) → step → seconds above the median steady step, of steps with that tag and no
+            other after the first steady one: what else took time in a step is not told apart.
         logged_steps: steps from the first steady one on.
-        segment_steps: steps of the segment, by the summary; None without one.
+        segment_steps: steps of the segment, by the summary, which counts those of the run; None without one.
         maintenance: ``checkpoint``, ``evaluation`` → time at an interval; absent without a summary.
         padding: share of the processed tokens that are padding by construction; None where the run does not say.
         recompilations, graph_breaks: of the newest ``compilation`` event; those that were meant are left out.
@@ -82,7 +83,11 @@ def figures_of(run: Run) -> RunFigures:
     segment = run.last_segment()
     own = [event for event in events if event.get("segment") == segment]
     start = next((one.start_step for one in run.segments() if one.index == segment), None)
-    lines = [line for line in run.metrics() if start is not None and line["step"] >= start]
+    lines = [
+        line
+        for line in run.metrics()
+        if start is not None and line["step"] >= start and _is_finite(line.get("time/step_s"))
+    ]
     steady = [line for line in lines if not line["tags"]]
     quarter = len(steady) // 4 if len(steady) >= _TOLD_APART else 0
     summary = run.summary() or {}
@@ -99,7 +104,7 @@ def figures_of(run: Run) -> RunFigures:
         late=_means(steady[len(steady) - quarter :]) if quarter else {},
         excess_s={tag: _excess(lines, steady, tag) for tag in ("compile", "gc")},
         logged_steps=sum(bool(steady) and line["step"] >= steady[0]["step"] for line in lines),
-        segment_steps=summary.get("steps"),
+        segment_steps=_steps_since(start, summary),
         maintenance=_maintenance(summary, own),
         padding=_newest(own, "data", "padding_frac").get("padding_frac"),
         recompilations=tuple(one for one in compilation.get("recompilations", ()) if not one.get("expected")),
@@ -116,6 +121,16 @@ def figures_of(run: Run) -> RunFigures:
     )
 
 
+def _steps_since(start: int | None, summary: Mapping[str, Any]) -> int | None:
+    """Steps of the segment that begins with step ``start``: its times are its own, the summary's steps the run's."""
+    steps = summary.get("steps")
+    return None if steps is None or start is None else int(steps) - start + 1
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not lines:
         return {}
@@ -123,7 +138,7 @@ def _means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     found = {}
     for key in keys:
         values = [line.get(key) for line in lines]
-        if all(isinstance(value, int | float) for value in values):
+        if all(_is_finite(value) for value in values):
             found[key] = statistics.fmean(float(value) for value in values if value is not None)
     return found
 
@@ -137,7 +152,7 @@ def _excess(
     return {
         int(line["step"]): float(line["time/step_s"]) - usual
         for line in lines
-        if tag in line["tags"] and line["step"] > steady[0]["step"] and line["time/step_s"] > usual
+        if set(line["tags"]) == {tag} and line["step"] > steady[0]["step"] and line["time/step_s"] > usual
     }
 
 

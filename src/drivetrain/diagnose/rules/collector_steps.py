@@ -24,8 +24,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         1e9 * sum(spent.values()) / figures.logged_steps,
         evidence=(
             Evidence(
-                f"{len(spent)} of {figures.logged_steps} steps were tagged gc, {sum(spent.values()):.3g} s above the "
-                "median steady step together",
+                f"{len(spent)} of {figures.logged_steps} logged steps were tagged gc and nothing else, "
+                f"{sum(spent.values()):.3g} s above the median steady one together",
                 "logged steps",
                 {"excess_s": sum(spent.values()), "steps": len(spent)},
                 steps=tuple(spent),

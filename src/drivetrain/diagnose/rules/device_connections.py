@@ -8,6 +8,7 @@ NVIDIA, CUDA environment variables).
 
 from collections.abc import Iterator
 
+from drivetrain.config import data_parallel_size
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Evidence, Finding
 from drivetrain.diagnose.loss import loss
@@ -23,6 +24,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     figures, config = facts.figures, facts.config
     assert figures is not None
     assert config is not None
+    assert facts.launch is not None
     if figures.device_type != "cuda":
         return
     value = figures.environment.get(_VARIABLE)
@@ -40,6 +42,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         wrong = value != "1"
         why = "tensor parallelism overlaps its collectives, which one connection keeps in the order of their launch"
         right = f"set {_VARIABLE}=1"
+        if data_parallel_size(config, facts.launch.world_size) > 1:
+            right += "; gradients of data parallelism then queue behind backward, too: try both"
     else:
         return
     if not wrong:

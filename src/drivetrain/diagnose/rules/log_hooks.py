@@ -41,7 +41,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
                 {"monitor.log_interval": _RARELY},
                 cost,
                 saved_ns=cost * (1 - interval / _RARELY),
-                rule="the time is in proportion to the number of lines",
+                rule="all of it is spent on lines, and in proportion to their number; what each step records stays",
                 numerics="exact",
                 memory_bytes=0,
             ),

@@ -12,7 +12,7 @@ from drivetrain.measure.peaks import find_device
 __all__ = ["RULE"]
 
 _FREE = 0.5
-"""Share of memory that must stay free: what recomputation frees is at most as much as is left, then."""
+"""Share of memory that must be free. Whether what recomputation frees fits in it is not known: the remedy says so."""
 _PEAKS = ("memory/reserved_peak_bytes", "memory/allocated_peak_bytes", "memory/process_rss_peak_bytes")
 
 
@@ -26,7 +26,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         return
     if peak > (1 - _FREE) * limit:
         return
-    note = "or a larger micro-batch, which uses the memory"
+    note = "or less of it, where all does not fit (drivetrain check --dry-run); or a larger micro-batch"
     yield loss(
         facts,
         "needless_recompute",
@@ -48,14 +48,16 @@ def _detect(facts: Facts) -> Iterator[Finding]:
 
 
 def _limit(facts: Facts) -> float | None:
-    """Memory that may be used; None: unknown."""
+    """Memory that a process may use; None: unknown."""
     assert facts.config is not None
     assert facts.figures is not None
     given = facts.config.memory.device_memory_limit_bytes
     if given is not None:
         return float(given)
     if facts.figures.device_type == "cpu":
-        return None if facts.figures.memory_bytes is None else float(facts.figures.memory_bytes)
+        # The peak is of one process, and all that run on the machine share its memory.
+        whole, processes = facts.figures.memory_bytes, facts.figures.local_processes
+        return None if whole is None or processes is None else whole / processes
     return None if facts.device is None else find_device(facts.device).memory_bytes
 
 

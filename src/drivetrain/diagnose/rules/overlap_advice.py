@@ -155,6 +155,9 @@ def _of_buckets(facts: Facts, found: Mapping[str, Any], pieces: Pieces) -> Findi
     assert facts.config is not None
     entry = _entry("ddp_bucket")
     verdict = judge(pieces)
+    alone = pieces.calls <= 1
+    if alone and verdict.kind == "too_small":
+        verdict = Verdict("too_much", 1.0)  # All that there is travels at once: nothing is larger.
     present = facts.config.overlap.bucket_size_mb
     # What travels at a time, not the limit: a bucket may exceed it by its last parameter, or hold all there is.
     sent_mb = pieces.bytes / pieces.calls / 1e6
@@ -169,7 +172,7 @@ def _of_buckets(facts: Facts, found: Mapping[str, Any], pieces: Pieces) -> Findi
         facts,
         found,
         "buckets of gradients",
-        _BUCKET_CAUSES[verdict.kind] if pieces.calls > 1 else "communication.serial",
+        "communication.serial" if alone and verdict.kind == "too_large" else _BUCKET_CAUSES[verdict.kind],
         words[verdict.kind],
         pieces,
         verdict,

@@ -19,6 +19,15 @@ __all__ = ["RULE", "bubble_share"]
 
 _LEAST = 0.1
 """Share of a step that filling and emptying may take before the number of micro-batches is the cause."""
+_STANDING = (
+    "bubble",
+    "communication.pp",
+    "communication.world",
+    "communication.unknown",
+    "idle",
+    "unexplained",
+)
+"""Classes in whose time a stage may stand because it has no work."""
 
 
 def bubble_share(ranks: int, micro_batches: int, stages: int = 1) -> float:
@@ -39,7 +48,9 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     if share < _LEAST:
         return
     measured = facts.group_ns("bubble.warmup") + facts.group_ns("bubble.cooldown")
-    cost = measured or share * facts.mean.window_ns
+    # Bubbles that no record tells from waiting can only be where a stage waits.
+    standing = sum(facts.group_ns(name) for name in _STANDING)
+    cost = measured or min(share * facts.mean.window_ns, standing)
     remedies: tuple[Remedy, ...] = ()
     size = training.micro_batch_size
     if size % 2 == 0:
@@ -71,7 +82,9 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         ),
         remedies=remedies,
         no_remedy="micro_batch_size is odd or 1: only a larger global batch, or another layout, fills it",
-        part_of="bubble" if measured else None,
+        part_of="bubble"
+        if measured
+        else next((name for name in _STANDING if facts.group_ns(name) >= cost), None),
         class_name="bubble",
     )
 

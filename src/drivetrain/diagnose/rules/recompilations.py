@@ -30,8 +30,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     ]
     evidence.append(
         Evidence(
-            f"{again} compilations; {sum(spent.values()):.3g} s above the steady steps in {len(spent)} of "
-            f"{figures.logged_steps} steps",
+            f"{again} compilations; {sum(spent.values()):.3g} s above the median steady step in {len(spent)} of "
+            f"{figures.logged_steps} logged steps",
             "logged steps",
             {"excess_s": sum(spent.values())},
             steps=tuple(spent),

@@ -17,7 +17,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     if figures.device_type != "cpu" or None in (figures.threads, figures.cores, figures.local_processes):
         return
     threads, cores, processes = figures.threads or 1, figures.cores or 1, figures.local_processes or 1
-    if threads * processes <= cores or (threads == 1 and processes <= cores):
+    if threads * processes <= cores:
         return
     fitting = max(1, cores // processes)
     remedies: tuple[Remedy, ...] = ()

@@ -23,7 +23,11 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     waiting = facts.mean.classes.get("data.loader", 0.0)
     assert facts.config is not None
     assert facts.figures is not None
-    means, cores = facts.figures.means, facts.figures.cores
+    means = facts.figures.means
+    # Each process has workers of its own, and all that run on the machine share its cores.
+    cores = (
+        None if facts.figures.cores is None else facts.figures.cores // (facts.figures.local_processes or 1)
+    )
     needed_keys = ("time/step_s", "time/data_wait_s", "data/build_s", "data/transform_s")
     if not waiting or any(key not in means for key in needed_keys):
         return

@@ -52,6 +52,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
             ),
         ),
         remedies=_moved(facts, times, slowest, cost),
+        # The others wait for it: in bubbles where those are recorded, else in collectives of the pipeline.
+        part_of=next((one for one in ("bubble", "communication.pp") if facts.group_ns(one) >= cost), None),
         class_name="bubble",
     )
 

@@ -13,6 +13,9 @@ __all__ = ["RULE"]
 
 _HALF = 0.5
 """Bytes of bf16 over those of fp32."""
+_GRADIENTS = {0: 1.0, 1: 2 / 3, 2: 1 / 2, 3: 1 / 3}
+"""Stage of ZeRO → gradients among what data parallelism sends. An all-reduce moves twice the bytes of a reduce-scatter
+or a gather; stages 1 and 2 gather parameters once a step, stage 3 in forward and in backward."""
 
 
 def _detect(facts: Facts) -> Iterator[Finding]:
@@ -26,7 +29,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     moved = sum(facts.mean.classes.get(f"communication.dp.{part}", 0.0) for part in ("transfer", "unsplit"))
     if not moved:
         return
-    cost = _HALF * moved
+    stage = facts.config.parallelism.zero_stage
+    cost = _HALF * _GRADIENTS[stage] * moved
     remedies, none, _ = remedies_against(facts, "communication.fp32_on_the_wire", cost)
     yield loss(
         facts,
@@ -34,11 +38,15 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         "communication.fp32_on_the_wire",
         "precision.grad_reduce_dtype",
         cost,
-        confidence="medium" if facts.mean.classes.get("communication.dp.transfer", 0.0) >= cost else "low",
+        # What is not split may be waiting for a rank, and gathers may lie elsewhere than reductions.
+        confidence="medium"
+        if stage == 0 and facts.mean.classes.get("communication.dp.transfer", 0.0) >= cost
+        else "low",
         evidence=(
             Evidence(
                 f"params_dtype is {precision.params_dtype} and grad_reduce_dtype fp32; data parallelism moves bytes "
-                f"for {moved / 1e6:.3f} ms a step with nothing beside",
+                f"for {moved / 1e6:.3f} ms a step with nothing beside, {_GRADIENTS[stage]:.0%} of them gradients at "
+                f"zero_stage {stage}",
                 "configuration and account",
                 {"exposed_ms": moved / 1e6},
             ),

@@ -1,0 +1,66 @@
+"""What stops training at an interval: what that costs, and an interval at which it costs as much as it may."""
+
+import math
+from collections.abc import Iterator
+
+from drivetrain.diagnose.facts import Facts
+from drivetrain.diagnose.finding import Evidence, Finding
+from drivetrain.diagnose.loss import loss_beside_steps
+from drivetrain.diagnose.remedies import remedies_against, setting_remedy
+
+__all__ = ["too_often"]
+
+
+def too_often(
+    facts: Facts, rule: str, cause: str, *, kind: str, leaf: str, interval: int | None, most: float
+) -> Iterator[Finding]:
+    """A finding where an interruption takes more than a share of the run.
+
+    Args:
+        kind: ``checkpoint`` or ``evaluation``, of the run's maintenance.
+        leaf: that holds the interval.
+        interval: its value in steps; None or 0: never.
+        most: share of the run that it may take.
+    """
+    figures = facts.figures
+    assert figures is not None
+    spent, step = figures.maintenance.get(kind), figures.means.get("time/step_s")
+    if spent is None or not spent.times or not figures.segment_steps or not step or not interval:
+        return
+    each = spent.seconds / figures.segment_steps
+    share = each / (each + step)
+    if share <= most:
+        return
+    cost = each / step * facts.mean.window_ns
+    # each' / (each' + step) = most, with each' = each * interval / interval'.
+    wanted = math.ceil(interval * each * (1 - most) / (most * step))
+    others, _, _ = remedies_against(facts, cause, cost, beside=True)
+    yield loss_beside_steps(
+        facts,
+        rule,
+        cause,
+        leaf,
+        cost,
+        evidence=(
+            Evidence(
+                f"{spent.times} times, every {interval} steps: {spent.seconds:.3g} s beside "
+                f"{figures.segment_steps} steps of {step:.3g} s, {share:.1%} of the run",
+                "summary of the run",
+                {"seconds": spent.seconds, "times": spent.times, "interval": interval, "share": share},
+            ),
+        ),
+        remedies=(
+            setting_remedy(
+                facts,
+                {leaf: wanted},
+                cost,
+                saved_ns=cost * (1 - interval / wanted),
+                rule="the time is in proportion to how often it happens",
+                numerics="exact",
+                memory_bytes=0,
+                beside=True,
+            ),
+            *others,
+        ),
+        class_name=f"maintenance.{kind}",
+    )

@@ -89,6 +89,7 @@ def test_a_device_that_waits_for_launches_is_found_with_the_operators_waited_for
     classes = {"compute.matmul": 60 * MS, "host.launch": 40 * MS}
     (found,) = findings("host.launch_bound", trace, {"compute.elementwise": 100_000, "host.launch": 900_000})
     assert found.cost_ns == pytest.approx(trace.launches.ns_per_step)
+    assert found.part_of == "host", "launches and Python together"
     assert found.evidence[0].names == ("aten::add",)
     assert found.remedies[0].note is not None, "nobody knows what these traces were set to"
     assert not findings("host.launch_bound", figures(tmp_path, fed), classes)
@@ -114,6 +115,27 @@ def test_logging_is_found_in_python_functions_with_the_line_that_calls_it(tmp_pa
     )
     assert quiet.has_python
     assert not findings("host.logging", quiet, {"compute.matmul": 500_000, "host.python": 500_000})
+
+
+def test_a_loop_with_a_bar_a_decorator_and_a_thread_that_writes_are_no_logging(tmp_path: Path) -> None:
+    events = steps(2)
+    for step in range(2):
+        at = step * 1000.0
+        events += [
+            event("python_function", "train.py(40): step", at, 900),
+            # The loader works within the bar's loop.
+            event("python_function", "tqdm/std.py(1160): __iter__", at + 10, 400),
+            event("python_function", "torch/utils/data/dataloader.py(700): __next__", at + 20, 380),
+            *work("aten::mm", GEMM, step + 1, at + 500, at + 510, 100),
+        ]
+    writer = event("python_function", "tensorboard/summary/writer/event_file_writer.py(200): run", 0, 700)
+    decorated = event("python_function", "loguru/_logger.py(1297): catch_wrapper", 0, 2000)
+    whole = event("python_function", "wandb/sdk/wandb_run.py(300): anything", 0, 2000)
+    trace = figures(tmp_path, [*events, {**writer, "tid": 999}, decorated, whole])
+    assert trace.has_python
+    assert trace.logging.ns_per_step == 0
+    own = event("python_function", "tqdm/std.py(1400): display", 900, 50)
+    assert figures(tmp_path, [*events, own]).logging.ns_per_step == 25_000
 
 
 def test_a_trace_without_python_functions_leaves_logging_open(tmp_path: Path) -> None:
@@ -145,6 +167,11 @@ def test_products_of_odd_shape_cost_what_they_take_above_the_best_rate(tmp_path:
     assert not findings("kernels.bad_shapes", trace, classes, achievable_flops=rate / 2)
     fine = figures(tmp_path, [*steps(1), *work("aten::mm", GEMM, 1, 0, 10, 100, *good)])
     assert not findings("kernels.bad_shapes", fine, classes)
+    # What is sustained in fp32 is no measure of a product in bf16, nor the other way round: the trace's own best is.
+    (other,) = findings("kernels.bad_shapes", trace, classes, achievable_flops=rate, achievable_dtype="fp32")
+    assert (other.cost_ns, other.confidence) == (found.cost_ns, "low")
+    (like,) = findings("kernels.bad_shapes", trace, classes, achievable_flops=rate, achievable_dtype="fp16")
+    assert like.cost_ns == known.cost_ns
 
 
 def test_small_operators_beside_each_other_are_found_with_their_names(tmp_path: Path) -> None:
@@ -170,6 +197,10 @@ def test_products_in_fp32_cost_what_16_bits_would_save_by_the_peaks(tmp_path: Pa
     # The table has no fp32 of it: at least what the units of 19 bits would need.
     assert found.cost_ns == pytest.approx(100_000 * (1 - 156 / 312))
     assert found.remedies[0].name == "bf16"
+    # The cost is what is saved at least: all of the products bounds it.
+    half = {"compute.matmul": 100_000, "idle": 100_000}
+    (bounded,) = findings("kernels.wrong_precision", wide, half, device="A100-SXM-80GB")
+    assert bounded.remedies[0].ratio == pytest.approx(2.0)
     (unknown,) = findings("kernels.wrong_precision", wide, classes)
     assert unknown.cost_ns is None
     assert "--device" in unknown.unknown["cost_ns"]
@@ -185,10 +216,14 @@ def test_an_allocator_that_goes_to_the_device_in_later_steps_is_fragmented(tmp_p
         calls = [event("cuda_runtime", "cudaMalloc", start, 200) for start in at]
         return figures(tmp_path, [*steps(3), *calls, *work("aten::mm", GEMM, 1, 5, 10, 100)])
 
-    classes = {"compute.matmul": 800_000, "host.sync": 200_000}
+    classes = {"compute.matmul": 600_000, "host.sync": 400_000}
     (found,) = findings("memory.fragmentation", with_calls(1100, 2100, 2500), classes)
     assert found.cost_ns == pytest.approx(300_000)
     assert found.evidence[0].names == ("cudaMalloc",)
+    beside = {"compute.matmul": 900_000, "host.sync": 100_000}
+    (part,) = findings("memory.fragmentation", with_calls(1100, 2100, 2500), beside)
+    assert part.cost_ns == 100_000, "the device computed on during the rest"
+    assert not findings("memory.fragmentation", with_calls(1100, 2100, 2500), {"compute.matmul": 1_000_000})
     assert not findings("memory.fragmentation", with_calls(100, 400), classes), "what the first step needs"
 
 
@@ -224,20 +259,35 @@ def test_one_shorter_batch_is_told_from_shapes_that_always_change(tmp_path: Path
         assert not findings(cause, same, classes)
 
 
+def test_steps_that_kernels_alone_tell_do_not_tell_whose_operators_are_whose(tmp_path: Path) -> None:
+    # The host is two kernels ahead, so that the last step's first operator was called in the step before.
+    events: list[Event] = []
+    kinds = (("aten::mm", GEMM, 512), ("aten::add", ADD, 64), ("aten::softmax", "softmax_kernel", 64))
+    for step in range(6):
+        for place, (name, kernel, rows) in enumerate((*kinds, ("aten::mm", SGEMM, 256))):
+            number = 4 * step + place + 1
+            at = number * 100.0
+            events += work(name, kernel, number, at, at + 205, 90, (rows, 256), (256, 256))
+    trace = figures(tmp_path, events)
+    assert trace.num_steps > 3
+    assert trace.shapes is None
+
+
 # ---- communication ---------------------------------------------------------------------------------------------------
 
 
-def with_overlap(hidden_ms: int) -> Account:
+def with_overlap(hidden_ms: int, tensor_ms: int = 0) -> Account:
     from dataclasses import replace
 
-    made = account({"compute.matmul": 60 * MS, "communication.dp.transfer": 40 * MS})
+    classes = {"compute.matmul": 60 * MS, "communication.dp.transfer": 40 * MS}
+    made = account({**classes, "communication.tp.transfer": tensor_ms * MS} if tensor_ms else classes)
     (rank,) = made.ranks
     told = [
         replace(
             step,
             window=replace(
                 step.window,
-                communication_ns=(40 + hidden_ms) * MS,
+                communication_ns=(40 + hidden_ms + tensor_ms) * MS,
                 overlapped_communication_ns=hidden_ms * MS,
             ),
         )
@@ -252,3 +302,8 @@ def test_communication_beside_which_nothing_is_computed_is_serial() -> None:
     assert found.cost_ns == 30 * MS
     assert "ddp_bucket" in {one.name for one in found.remedies}
     assert not findings("communication.serial", TraceFigures(), {}, made=with_overlap(10))
+    beside = with_overlap(10, tensor_ms=400)
+    assert not findings("communication.serial", TraceFigures(), {}, made=beside), (
+        "of gradients a fifth is hidden"
+    )
+    assert findings("communication.serial", TraceFigures(), {}, made=with_overlap(1, tensor_ms=400))

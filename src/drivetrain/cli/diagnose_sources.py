@@ -39,11 +39,12 @@ def facts_of(
     table = NameTable.load(user_file=rules)
     classes = classify(trace, table)
     files = None if run is None else figures_of(run)
+    config = None if run is None else run.config()
     in_use, ruled_out = _shown(trace, classes) if run is None else (frozenset[str](), {})
     return Facts(
         account=account,
         subject=title.removeprefix("Account of "),
-        config=None if run is None else run.config(),
+        config=config,
         launch=None if run is None else _launch_of(run),
         records=() if run is None else records_of(run),
         in_use=in_use,
@@ -56,6 +57,7 @@ def facts_of(
         trace=trace_figures(trace, classes),
         device=figures.device or _device_of(files),
         achievable_flops=achievable_of(sources, figures),
+        achievable_dtype=figures.dtype or ("bf16" if config is None else config.precision.params_dtype),
     )
 
 

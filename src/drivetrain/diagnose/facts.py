@@ -73,6 +73,7 @@ class Facts:
         trace: figures of one rank's trace; None where they were not looked for.
         device: the peaks' name of the device that work ran on; None where unknown.
         achievable_flops: sustained matrix products of a device in FLOP/s; None where unknown.
+        achievable_dtype: that they were in.
     """
 
     account: Account
@@ -90,6 +91,7 @@ class Facts:
     trace: TraceFigures | None = None
     device: str | None = None
     achievable_flops: float | None = None
+    achievable_dtype: str = "bf16"
 
     def missing(self, need: Need) -> str | None:
         """Why a kind of fact is not there; None: it is."""

@@ -27,6 +27,9 @@ _LOGS = re.compile(
     r"<built-in function print>|logging/__init__\.py\(|(^|/)(wandb|tensorboard|tensorboardX|mlflow|loguru|tqdm|rich)/"
 )
 """Python frames that log or print, as the profiler names them."""
+_AROUND_OTHERS = re.compile(r": (__iter__|__next__|__call__|track|wrap\w*|\w+_wrapper)$")
+"""Frames of the same libraries that others run in: loops with a bar of progress, decorated functions. What these log
+inside has frames of its own."""
 _ALLOCATES = re.compile(
     r"(cuda|hip|musa)(Malloc|Free|MemCreate|MemMap|MemUnmap|MemRelease|MemSetAccess)$|cu(MemCreate|MemMap|MemUnmap|MemRelease|MemSetAccess)$"
 )
@@ -81,9 +84,9 @@ class TraceFigures:
         products, small: as :mod:`drivetrain.trace.kernels` finds them, over the whole trace.
         matmul_dtypes: dtype → matrix products of the steps.
         launches: stretches in which the device waited for the host, with the operators waited for.
-        logging: Python frames that log or print, on any thread.
+        logging: Python frames that log or print, on threads that also call operators.
         allocating: calls by which an allocator asks the device for memory, the first step left out.
-        shapes: of the steps; None where fewer than three have shapes.
+        shapes: of the steps; None where fewer than three have shapes, or the device alone tells the steps.
     """
 
     source: str = "trace"
@@ -124,7 +127,7 @@ def trace_figures(trace: Trace, classes: Classification) -> TraceFigures:
         small=() if classes.host_view else small_operators(trace, classes),
         matmul_dtypes=observe(trace, classes, steps).matmul_dtypes,
         launches=Calls() if classes.host_view else _launches(trace, steps),
-        logging=_calls(trace, _named(trace, python, _matches(_LOGS)), number, with_place=True),
+        logging=_calls(trace, _logging(trace, python, rows, steps), number, with_place=True),
         allocating=_allocating(trace, rows, steps),
         shapes=_shapes(trace, steps),
     )
@@ -141,6 +144,23 @@ def _named(trace: Trace, rows: NDArray[np.int64], wanted: Callable[[str], bool])
 
 def _matches(pattern: re.Pattern[str]) -> Callable[[str], bool]:
     return lambda name: pattern.search(name) is not None
+
+
+def _logging(
+    trace: Trace, python: NDArray[np.int64], rows: NDArray[np.int64], steps: Steps
+) -> NDArray[np.int64]:
+    """Frames that log on threads that call operators, too: one that only writes what others hand it stops nobody."""
+    events = trace.events
+    found = _named(
+        trace, python, lambda name: _LOGS.search(name) is not None and _AROUND_OTHERS.search(name) is None
+    )
+    operators = rows[events.category[rows] == Category.CPU_OP]
+    found = found[np.isin(thread_keys(events, found), np.unique(thread_keys(events, operators)))]
+    if steps.marks:
+        # What lasts for a step holds the step.
+        shortest = min(mark.end_ns - mark.start_ns for mark in steps.marks)
+        found = found[events.duration_ns[found] < shortest]
+    return found
 
 
 def _calls(trace: Trace, rows: NDArray[np.int64], steps: int, *, with_place: bool = False) -> Calls:
@@ -197,7 +217,8 @@ def _allocating(trace: Trace, rows: NDArray[np.int64], steps: Steps) -> Calls:
 
 def _shapes(trace: Trace, steps: Steps) -> StepShapes | None:
     marks = steps.marks[1:][:_MOST_STEPS]
-    if len(marks) < 3:
+    # A pattern of kernels gives the device's time: it does not tell which operators were called in a step.
+    if len(marks) < 3 or steps.on_device:
         return None
     events = trace.events
     products = _named(trace, np.flatnonzero(events.category == Category.CPU_OP), _matches(_OF_WEIGHTS))

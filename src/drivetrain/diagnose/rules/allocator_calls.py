@@ -13,7 +13,9 @@ __all__ = ["RULE"]
 def _detect(facts: Facts) -> Iterator[Finding]:
     assert facts.trace is not None
     calls = facts.trace.allocating
-    if not calls.ns_per_step:
+    # A device that has work left computes on meanwhile: what it stood still for is with the host's causes.
+    cost = min(calls.ns_per_step, facts.group_ns("host"))
+    if not cost:
         return
     means = {} if facts.figures is None else facts.figures.means
     held, used = (means.get(f"memory/{kind}_peak_bytes") for kind in ("reserved", "allocated"))
@@ -39,7 +41,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         "allocator_calls",
         "memory.fragmentation",
         "allocation in steady steps",
-        calls.ns_per_step,
+        cost,
         confidence="medium",
         evidence=tuple(evidence),
         part_of="host",

@@ -37,7 +37,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         ),
         remedies=remedies,
         no_remedy=none,
-        part_of="host.launch",
+        part_of="host",
     )
 
 

@@ -14,15 +14,21 @@ __all__ = ["RULE"]
 _NAMED = 3
 _WORTH = 0.05
 """Share of the time with shapes that a product must take to be the trace's own best rate."""
+_SAME_RATE = frozenset({"bf16", "fp16"})
 
 
 def _detect(facts: Facts) -> Iterator[Finding]:
     assert facts.trace is not None
     products = facts.trace.products
     odd = [one for one in products.shapes if one.shape_notes]
-    costs = {}
+    costs: dict[MatrixProduct, float] = {}
+    measured: set[MatrixProduct] = set()
     for one in odd:
-        rate = facts.achievable_flops or _best_rate(products.shapes, products.covered_ns, one)
+        rate = _ceiling(facts, one.product.dtype)
+        if rate is not None:
+            measured.add(one)
+        else:
+            rate = _best_rate(products.shapes, products.covered_ns, one)
         if rate is not None:
             lost = one.total_ns - 1e9 * one.product.operations * one.count / rate
             costs[one] = max(0.0, lost)
@@ -30,7 +36,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     if not cost:
         return
     worst = sorted(costs, key=lambda one: -costs[one])[:_NAMED]
-    against = "what the device sustains" if facts.achievable_flops else "the best rate of this trace"
+    known = measured.issuperset(worst)
+    against = "what the device sustains" if known else "the best rate of this trace"
     yield loss(
         facts,
         "product_shapes",
@@ -38,7 +45,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         "shapes of matrix products",
         cost,
         text=f"{CAUSES['kernels.bad_shapes'].meaning}, against {against}",
-        confidence="medium" if facts.achievable_flops else "low",
+        confidence="medium" if known else "low",
         evidence=tuple(
             Evidence(
                 f"{one.operator} {one.product.m} x {one.product.n} x {one.product.k}, {one.count} times, "
@@ -51,6 +58,12 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         ),
         part_of="compute.matmul",
     )
+
+
+def _ceiling(facts: Facts, dtype: str) -> float | None:
+    """What the device sustains in a dtype; None where that was not measured: a slower dtype is no fault of a shape."""
+    same = dtype == facts.achievable_dtype or {dtype, facts.achievable_dtype} <= _SAME_RATE
+    return facts.achievable_flops if same else None
 
 
 def _best_rate(shapes: tuple[MatrixProduct, ...], covered_ns: int, odd: MatrixProduct) -> float | None:

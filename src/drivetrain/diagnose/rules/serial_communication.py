@@ -3,6 +3,7 @@
 For traces, and for runs that do not say themselves what was waited for (those are ``overlap_advice``'s).
 """
 
+import statistics
 from collections.abc import Iterator
 
 from drivetrain.diagnose.facts import Facts
@@ -25,15 +26,20 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     known = facts.communication
     if known is not None and facts.config is not None and known.get("exposed_s") is not None:
         return
-    windows = [
-        window
+    of_ranks = [
+        [step.window for step in rank.steady_steps] if facts.mean.is_step else [rank.whole]
         for rank in facts.account.ranks
-        for window in ([step.window for step in rank.steady_steps] if facts.mean.is_step else [rank.whole])
     ]
-    if any(one.communication_ns is None or one.overlapped_communication_ns is None for one in windows):
+    if any(
+        one.communication_ns is None or one.overlapped_communication_ns is None
+        for windows in of_ranks
+        for one in windows
+    ):
         return  # Withheld, with its reason among the health findings.
-    under_way = sum(one.communication_ns or 0 for one in windows)
-    hidden = sum(one.overlapped_communication_ns or 0 for one in windows)
+    under_way, hidden = (
+        statistics.fmean(statistics.fmean(getattr(one, name) for one in windows) for windows in of_ranks)
+        for name in ("communication_ns", "overlapped_communication_ns")
+    )
     moved, whole = (
         sum(
             facts.mean.classes.get(f"communication.{group}.{part}", 0.0)
@@ -42,7 +48,11 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         )
         for parts in (("transfer",), ("transfer", "unsplit"))
     )
-    if not under_way or not whole or hidden >= _MOST_HIDDEN * under_way:
+    if not under_way or not whole:
+        return
+    # Collectives of other groups may have nothing to hide under. If all that is hidden were gradients, this share of
+    # them would be: below the limit they are serial whosever it is.
+    if hidden >= _MOST_HIDDEN * (hidden + whole):
         return
     cost = min(whole, _ROOM * facts.group_ns("compute"))
     remedies, none, _ = remedies_against(facts, "communication.serial", cost)

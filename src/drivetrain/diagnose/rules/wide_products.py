@@ -27,7 +27,9 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         return
     products = facts.mean.classes.get("compute.matmul", 0.0)
     cost, why = _cost(facts, products, wide)
-    remedies, none, _ = remedies_against(facts, "kernels.wrong_precision", cost)
+    # The cost may be bounded from below alone; no remedy saves more than these products.
+    most = None if cost is None else products * share
+    remedies, none, _ = remedies_against(facts, "kernels.wrong_precision", most)
     yield loss(
         facts,
         "wide_products",

@@ -70,6 +70,31 @@ def test_bubbles_are_counted_on_both_sides_and_explain_points() -> None:
     assert near.differences[0].what == "bubble", "what explains points comes first"
 
 
+def test_bubbles_are_not_counted_where_a_schedule_is_unknown_or_halves_backward() -> None:
+    rows = {row.name: row for row in published_runs()}
+    assert rows["GPT-175B on 64 x A100-SXM-80GB"].settings["stages_per_rank"] == 3
+    halved = next(row for row in published_runs() if "ZB-2p" in row.name)
+    assert "stages_per_rank" not in halved.settings
+    two = {"parallelism.pipeline_model_parallel_size": 2, "training.global_batch_size": 16}
+    ours = of_a_7b_run(**two, **{"parallelism.pipeline_schedule": "zbv"})
+    assert "bubble" not in {one.what for one in ours.differences}
+
+
+def test_a_published_fact_stands_once() -> None:
+    facts = [
+        (row.name, tuple(row.settings.items()), row.mfu)
+        for row in published_runs()
+        if "devices" in row.settings
+    ]
+    assert len(facts) == len(set(facts))
+
+
+def test_what_a_source_contradicts_itself_is_said_with_its_figures() -> None:
+    states = {row.name: row for row in published_runs() if row.case in ("A15", "C15")}
+    assert all("contradict" in row.mfu_rule for row in states.values() if row.case == "A15")
+    assert "at its start" in states["raising MFU: 51%"].change
+
+
 def test_without_an_mfu_there_is_no_gap_and_the_reason_is_said() -> None:
     near = of_a_7b_run(peak=False)
     assert near.gap is None

@@ -20,6 +20,7 @@ from typing import Any
 
 from drivetrain.config import num_microbatches
 from drivetrain.config.layout import layout_of, stage_plan
+from drivetrain.config.stages import ZERO_BUBBLE
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.rules.pipeline_filling import bubble_share
 from drivetrain.measure.parameters import parameter_count
@@ -36,6 +37,7 @@ _SETTINGS = (
     "seq_length",
     "tp",
     "pp",
+    "stages_per_rank",
     "dp",
     "zero_stage",
     "micro_batch_size",
@@ -43,6 +45,7 @@ _SETTINGS = (
     "recompute",
     "dtype",
 )
+_OF_BUBBLE = frozenset({"pp", "stages_per_rank", "dp", "micro_batch_size", "global_batch_size"})
 _WORDS = frozenset({"device", "recompute", "dtype"})
 _FRACTIONS = frozenset({"parameters_b", *_SHARES})
 
@@ -222,23 +225,22 @@ def _settings(facts: Facts) -> dict[str, Any]:
         return found
     layout = layout_of(config, launch.world_size)
     granularity = config.memory.recompute_granularity
+    stages = stage_plan(config).num_stages // layout.pp
+    if config.parallelism.pipeline_schedule not in ZERO_BUBBLE or layout.pp == 1:
+        found["bubble"] = bubble_share(layout.pp, num_microbatches(config, launch.world_size), stages)
     return found | {
         "devices": launch.world_size,
         "parameters_b": parameter_count(config.model).total / 1e9,
         "seq_length": config.model.seq_length,
         "tp": layout.tp,
         "pp": layout.pp,
+        "stages_per_rank": stages,
         "dp": layout.dp,
         "zero_stage": config.parallelism.zero_stage,
         "micro_batch_size": config.training.micro_batch_size,
         "global_batch_size": config.training.global_batch_size,
         "recompute": granularity,
         "dtype": config.precision.params_dtype,
-        "bubble": bubble_share(
-            layout.pp,
-            num_microbatches(config, launch.world_size),
-            stage_plan(config).num_stages // layout.pp,
-        ),
     }
 
 
@@ -288,13 +290,16 @@ def _differences(
                 Difference(name, share, run.shares[name], points, "difference of the shares of a step")
             )
     theirs = run.settings
-    if "bubble" in settings and {"pp", "dp", "micro_batch_size", "global_batch_size"} <= theirs.keys():
+    # A row whose schedule halves backward, or is unknown, tells no stages a rank.
+    if "bubble" in settings and theirs.keys() >= _OF_BUBBLE:
         count = max(1, theirs["global_batch_size"] // (theirs["micro_batch_size"] * theirs["dp"]))
-        bubble = bubble_share(theirs["pp"], count)
+        bubble = bubble_share(theirs["pp"], count, theirs["stages_per_rank"])
         if bubble != settings["bubble"]:
-            rule = "(p - 1)/(v m + p - 1), theirs with one stage a rank"
+            points = 100 * (settings["bubble"] - bubble)
             told.append(
-                Difference("bubble", settings["bubble"], bubble, 100 * (settings["bubble"] - bubble), rule)
+                Difference(
+                    "bubble", settings["bubble"], bubble, points, "(p - 1)/(v m + p - 1) on both sides"
+                )
             )
     yield from sorted(told, key=lambda one: -abs(one.mfu_points or 0.0))
     for name in _SETTINGS:

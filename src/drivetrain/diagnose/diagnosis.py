@@ -10,13 +10,13 @@ from drivetrain.diagnose.published import Nearest, nearest_published
 from drivetrain.diagnose.rule import rules
 from drivetrain.measure.account import HealthFinding
 
-__all__ = ["LEAST_SHARE", "Diagnosis", "NotAsked", "diagnose"]
+__all__ = ["EXPLAINS", "LEAST_SHARE", "Diagnosis", "NotAsked", "diagnose"]
 
 LEAST_SHARE = 0.01
 """Share of a step below which a loss is not claimed: less is within the noise of most machines."""
 
 _ORDER: tuple[Kind, ...] = ("not_in_effect", "setting", "loss", "withheld")
-_EXPLAINS = 0.5
+EXPLAINS = 0.5
 """Part of a class's cost from which a finding that is part of it stands before it: it is the more telling one."""
 
 
@@ -149,7 +149,7 @@ def _ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             for whole in classes
             if whole.cost_ns is not None
             and f"{whole.subject}.".startswith(f"{finding.part_of}.")
-            and finding.cost_ns >= _EXPLAINS * whole.cost_ns
+            and finding.cost_ns >= EXPLAINS * whole.cost_ns
         ]
         return max([cost, *explained])
 

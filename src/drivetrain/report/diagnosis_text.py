@@ -44,7 +44,7 @@ def first_remedy(finding: Finding) -> str:
     """What to do about a finding first, in one line."""
     if finding.remedies:
         return f"try {_remedy(finding.remedies[0])}"
-    return finding.no_remedy or f"see {CAUSES[finding.cause].advice}"
+    return finding.no_remedy or CAUSES[finding.cause].advice
 
 
 def _nearest(nearest: Nearest) -> Iterator[str]:
@@ -135,7 +135,8 @@ def _remedy(remedy: Remedy) -> str:
     expected = "" if remedy.estimate in (None, remedy.ratio) else f", about {remedy.estimate:.2f}x expected"
     note = "" if remedy.note in (None, UNKNOWN_SETTINGS) else f", {remedy.note}"
     if remedy.name is None:
-        return f"{changes} ({(bound + expected + note).removeprefix(', ')})"
+        more = (bound + expected + note).removeprefix(", ")
+        return f"{changes} ({more})" if more else changes
     return f"{remedy.name} ({changes}{bound}{expected}{note})"
 
 

@@ -1,9 +1,10 @@
 """A diagnosis from where somebody stands who does not know the cause: by symptom, and in the order of a search."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from drivetrain.diagnose import Diagnosis, Finding
 from drivetrain.diagnose.causes import CAUSES, SEARCH
+from drivetrain.diagnose.diagnosis import EXPLAINS
 from drivetrain.report.diagnosis_text import diagnosis_text, first_remedy
 
 __all__ = ["VIEWS", "communication_verdict"]
@@ -38,13 +39,22 @@ def _symptom(finding: Finding) -> Iterator[str]:
 
 
 def _without_wholes(diagnosis: Diagnosis) -> list[Finding]:
-    """A class whose cause is named by another finding is no symptom of its own."""
-    parts = {finding.part_of for finding in diagnosis.of("loss") if finding.part_of is not None}
-    return [
-        finding
-        for finding in diagnosis.findings
-        if finding.kind != "withheld" and not (finding.part_of is None and finding.subject in parts)
-    ]
+    """A class that another finding explains, by half of its cost or more, is no symptom of its own."""
+    explained = {
+        finding.part_of: finding.cost_ns
+        for finding in sorted(diagnosis.of("loss"), key=lambda one: one.cost_ns or 0.0)
+        if finding.part_of is not None and finding.cost_ns is not None
+    }
+
+    def is_told(whole: Finding) -> bool:
+        cost = whole.cost_ns
+        return (
+            whole.part_of is None
+            and cost is not None
+            and explained.get(whole.subject, 0.0) >= EXPLAINS * cost
+        )
+
+    return [one for one in diagnosis.findings if one.kind != "withheld" and not is_told(one)]
 
 
 def _search(diagnosis: Diagnosis) -> str:
@@ -64,14 +74,32 @@ def _search(diagnosis: Diagnosis) -> str:
         mine = [
             one for one in diagnosis.findings if CAUSES[one.cause].area == area and one.kind != "withheld"
         ]
-        whole = sum(one.cost_ns or 0.0 for one in mine if one.part_of is None)
-        of_step = whole / diagnosis.mean_ns if diagnosis.mean_ns else 0.0
-        cost = f"{whole / 1e6:,.2f} ms, {of_step:.1%} of a step" if mine else "nothing found"
-        lines += ["", f"{number}. {title}: {cost}"]
+        lines += ["", f"{number}. {title}: {_together(diagnosis, mine)}"]
         for finding in mine:
             lines.append(f"   {_cost(finding)}{finding.cause}, {finding.subject}")
             lines.append(f"     {first_remedy(finding)}")
     return "\n".join(lines)
+
+
+def _together(diagnosis: Diagnosis, findings: Sequence[Finding]) -> str:
+    """What an area costs, no time counted twice: of the parts of a loss elsewhere the largest alone."""
+    if not findings:
+        return "nothing found"
+    wholes = [one for one in findings if one.part_of is None and one.cost_ns is not None]
+    parts: dict[str, float] = {}
+    for one in findings:
+        if one.part_of is None or one.cost_ns is None:
+            continue
+        told = [name for whole in wholes for name in whole.subject.split(" and ")]
+        if not any(f"{name}.".startswith(f"{one.part_of}.") for name in told):
+            parts[one.part_of] = max(parts.get(one.part_of, 0.0), one.cost_ns)
+    known = sum(one.cost_ns or 0.0 for one in wholes) + sum(parts.values())
+    of_step = known / diagnosis.mean_ns if diagnosis.mean_ns else 0.0
+    words = f"{known / 1e6:,.2f} ms, {of_step:.1%} of a step" if wholes or parts else ""
+    unknown = sum(one.cost_ns is None for one in findings)
+    if unknown:
+        words += f"{', and ' if words else ''}{unknown} of unknown cost"
+    return words
 
 
 def _cost(finding: Finding) -> str:

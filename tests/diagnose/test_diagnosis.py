@@ -487,3 +487,12 @@ def test_the_document_has_a_reason_for_each_unknown_figure() -> None:
         assert finding["mfu_points"] is None
         assert finding["mfu_points_reason"]
         assert finding["remedies"] or finding["no_remedy"]
+
+
+def test_the_example_of_the_documentation_is_what_is_printed() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    example = page.partition("*Example.*")[2].split("```")[1].strip("\n")
+    made = account({"compute.matmul": 80 * MS, "data.loader": 20 * MS}, peak=True)
+    printed = diagnosis_text(diagnose(facts(made=made))).splitlines()
+    for line in example.splitlines():
+        assert line in printed

@@ -115,6 +115,12 @@ def test_the_command_line_keeps_no_secret_and_leaves_the_address_to_who_reads_it
     assert "secret" not in environment[ADDRESS_VARIABLE]
 
 
+@pytest.mark.parametrize("sign", [":", ",", ";", ")", ""])
+def test_a_sentence_keeps_its_signs_behind_an_address(sign: str) -> None:
+    text = f"(https://h/m?v=1&signature=withheld{sign} is not kept"
+    assert withheld(text) == text
+
+
 def test_the_text_of_a_prompt_is_left_as_it_is() -> None:
     words = ["generate", "latest", "--prompt", "see https://h/a?sig=z", "--prompt=https://me:pw@h"]
     take_secrets(left := words.copy(), environment := {})

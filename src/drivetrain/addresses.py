@@ -39,6 +39,8 @@ _BAKED = re.compile(r"\.baked-[0-9a-f]{12}$")
 """What the name of a corpus ends with to whose documents a transform was applied; it stands behind the query."""
 _WITHHELD = "withheld"
 _SIGNED = f"signature={_WITHHELD}"
+# What a sentence has behind an address: "https://h/x?signature=withheld: is not kept".
+_BEHIND = re.compile(rf"(?<={_SIGNED})[:,;)]+$")
 _SECRET = re.compile(
     r"signature|token(?!i[sz]|s$)|secret|passw|pwd$|credential|auth(?!or)|authori[sz]ation|api[-_]?key|access[-_]?key|"
     r"rlkey|resourcekey|jwt|hmac|^(sig|sign|key|code|pass|pw|md5|ticket|delegation|hdnts|hdnea|hdntl|__gda__)$"
@@ -75,8 +77,8 @@ def withheld(text: str) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    baked = _BAKED.search(url)
-    tail = baked[0] if baked else ""
+    behind = _BAKED.search(url) or _BEHIND.search(url)
+    tail = behind[0] if behind else ""
     url = _USER.sub(rf"\g<1>{_WITHHELD}@", url[: len(url) - len(tail)])
     address, sharp, fragment = url.partition("#")
     address, mark, query = address.partition("?")

@@ -229,11 +229,16 @@ def test_predicted_memory_has_half_the_state() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero_stage", [0, 2])
-def test_two_ranks_train_as_with_fp32_and_hold_the_same_weights(tiny: Tiny, zero_stage: int) -> None:
+def test_two_ranks_train_as_with_fp32_and_alike_whoever_updates_what(tiny: Tiny) -> None:
     """Weights that ranks hold alike are compared before each checkpoint: others would end the run."""
-    few = (f"parallelism.zero_stage={zero_stage}", "training.eval_iters=0", "checkpoint.save_interval=4")
-    runs = [tiny.train_on_ranks(2, *few, f"{FIELD}={dtype}") for dtype in ("fp32", "bf16")]
-    plain, found = map(losses_of, runs)
-    assert plain != found
-    assert list(found.values()) == pytest.approx(list(plain.values()), rel=0.01)
+    few = ("training.eval_iters=0", "checkpoint.save_interval=4")
+    found: dict[tuple[int, str], list[float]] = {}
+    for zero_stage in (0, 2):
+        for dtype in ("fp32", "bf16"):
+            run = tiny.train_on_ranks(2, f"parallelism.zero_stage={zero_stage}", *few, f"{FIELD}={dtype}")
+            found[zero_stage, dtype] = list(losses_of(run).values())
+    assert found[0, "bf16"] != found[0, "fp32"]
+    assert found[0, "bf16"] == pytest.approx(found[0, "fp32"], rel=0.01)
+    # The sum of two gradients is the same in either order, and each element is rounded by its place in the whole.
+    assert found[2, "fp32"] == found[0, "fp32"]
+    assert found[2, "bf16"] == found[0, "bf16"]

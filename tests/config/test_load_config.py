@@ -58,8 +58,8 @@ def problems(source: str | Path, *overrides: str) -> list[str]:
         ),
         (
             "precision.zzz=5",
-            "precision.zzz: no such field; the fields of precision are params_dtype, grad_reduce_dtype, loss_scale, "
-            "initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis",
+            "precision.zzz: no such field; the fields of precision are params_dtype, grad_reduce_dtype, "
+            "optimizer_state_dtype, loss_scale, initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis",
         ),
         ("model.num_layers.x=5", "model.num_layers.x: no such field; did you mean model.num_layers?"),
         ("optimizer=5", "optimizer: is a section; set one of its fields, as in optimizer.field=value"),

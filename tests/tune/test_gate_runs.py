@@ -107,6 +107,7 @@ def test_a_planted_harm_fails_the_exact_tier(files: Files) -> None:
     assert found.numbers["first_differing_step"] == 1
 
 
+@pytest.mark.long
 def test_runs_of_other_code_are_made_again(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = files.variant("candidate", overlap={"bucket_size_mb": 5})
     trainer = InProcessTrainer()
@@ -117,6 +118,7 @@ def test_runs_of_other_code_are_made_again(files: Files, monkeypatch: pytest.Mon
     assert len(trainer.trained) == 4
 
 
+@pytest.mark.long
 def test_another_order_of_the_same_arithmetic_passes_the_round_off_tier(files: Files) -> None:
     candidate = files.variant("candidate", training={"micro_batch_size": 2})
     trainer = InProcessTrainer()
@@ -152,6 +154,7 @@ def test_a_higher_learning_rate_does_not_pass(files: Files) -> None:
     assert found.verdict in ("fail", "suspicious"), found.why
 
 
+@pytest.mark.long
 def test_a_looked_at_pair_comes_before_the_next_is_trained(files: Files) -> None:
     candidate = files.variant("candidate", data={"num_workers": 0}, overlap={"bucket_size_mb": 5})
     trainer = InProcessTrainer()
@@ -160,6 +163,7 @@ def test_a_looked_at_pair_comes_before_the_next_is_trained(files: Files) -> None
     assert (found.verdict, len(trainer.trained)) == ("pass", 4), "the first look was enough"
 
 
+@pytest.mark.long
 def test_another_batch_is_trained_and_evaluated_on_equal_tokens(files: Files) -> None:
     candidate = files.variant("candidate", training={"global_batch_size": 16})
     trainer = InProcessTrainer()
@@ -207,6 +211,7 @@ def test_an_interrupted_gate_keeps_what_was_finished(files: Files) -> None:
     assert len(trainer.trained) == 1
 
 
+@pytest.mark.long
 def test_a_run_is_never_compared_with_itself(files: Files) -> None:
     baseline = files.variant("baseline")
     trainer = InProcessTrainer()
@@ -283,6 +288,7 @@ def test_runs_of_different_code_get_no_companions_and_no_pass(tiny: Tiny) -> Non
     assert trainer.trained == []
 
 
+@pytest.mark.long
 def test_companions_of_other_code_than_the_runs_are_not_taken(tiny: Tiny) -> None:
     first, second = make(tiny), make(tiny, "data.num_workers=1")
     for overrides in ((), ("data.num_workers=1",)):

@@ -101,12 +101,15 @@ def test_the_other_rank_waits_as_long_as_the_slow_one_is_late(runs: Runs, place:
         (worst, *_) = account.stragglers
         # What the account gives is of all recorded steps, the one that pays for the profiler's start among them.
         whole_ms = sum(fast.whole.group_ns(name) for name in WAITS) / len(fast.steps) / 1e6
-        assert worst.cost_ns_per_step / 1e6 == pytest.approx(whole_ms, abs=tolerance(planted))
+        cost_ms = worst.cost_ns_per_step / 1e6
+        # On a busy machine some of a wait lies under other work, where it costs nothing.
+        given = cost_ms == pytest.approx(whole_ms, abs=tolerance(planted))
         # Two processes on shared cores are never equally fast: the sleep comes on top of that.
         late = own_ms(slow) - own_ms(fast)
         found = wait_ms(fast) - wait_ms(slow)
-        if late > planted / 2 and found == pytest.approx(late, abs=tolerance(planted)):
+        if given and late > planted / 2 and found == pytest.approx(late, abs=tolerance(planted)):
             break
+    assert cost_ms == pytest.approx(whole_ms, abs=tolerance(planted))
     assert late > planted / 2
     assert found == pytest.approx(late, abs=tolerance(planted))
     assert worst.rank == SLOW

@@ -144,8 +144,8 @@ def test_a_part_that_fails_leaves_what_was_finished_before_it(
     assert [one["claim"] for one in json.loads(capsys.readouterr().out)["claims"]] == ["first"]
 
 
-IN_MINUTES = ("account", "chunks", "weak")
-"""Parts whose shortest form takes a minute or more."""
+SHORT = ("share", "levels")
+"""Parts that long tests run; each of the others takes as long or some minutes."""
 
 
 @pytest.mark.timeout(1800)  # it may have to wait for the labs of other tests
@@ -153,7 +153,7 @@ IN_MINUTES = ("account", "chunks", "weak")
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(part, marks=pytest.mark.exhaustive if part in IN_MINUTES else pytest.mark.long)
+        pytest.param(part, marks=pytest.mark.long if part in SHORT else pytest.mark.exhaustive)
         for part in overlap.PARTS
     ],
 )

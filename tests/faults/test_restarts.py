@@ -74,7 +74,7 @@ def kill_a_rank(tiny: Tiny, process: "subprocess.Popen[bytes]", segment: int, af
 def kills(tiny: Tiny, num_ranks: int, times: int, seed: int, *overrides: str) -> None:
     draw = random.Random(seed)
     # So many steps that whoever looks for the moment to kill may be kept from it for a while.
-    settings = [*SETTINGS, "training.train_iters=150", *overrides]
+    settings = [*SETTINGS, "training.train_iters=90", *overrides]
     nproc = ["--nproc", str(num_ranks)]
     expected = losses_of(open_run(tiny.train(*settings, options=nproc)["run"]))
     before = set(tiny.runs.iterdir())

@@ -70,11 +70,11 @@ def test_compiled_code_is_as_near_to_float64_as_the_reference() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw", "gradient_clip"])
-def test_compiled_code_passes_every_third_case_in_one_dtype(name: str) -> None:
+def test_compiled_code_passes_every_sixth_case_in_one_dtype(name: str) -> None:
     operator = operator_named(name)
-    assert len(operator.cases()) > 6
+    assert len(operator.cases()) > 12
     found = []
-    for number, case in enumerate(operator.cases()[::3]):
+    for number, case in enumerate(operator.cases()[::6]):
         found += problems_of(operator, "inductor", [case], case.dtypes[number % len(case.dtypes)])
     assert found == []
 

@@ -90,10 +90,9 @@ def rows_of_step(folder: Path, start: int, offset: int) -> list[Row]:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "prefetch", [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("prefetch", [0, 3])
 def test_jobs_that_are_killed_and_go_on_with_other_ranks_see_each_sample_of_an_epoch_once(
     tmp_path: Path, write_corpus: Callable[..., str], prefetch: int
 ) -> None:

@@ -60,7 +60,7 @@ def test_a_batch_script_trains_on_two_nodes_and_knows_when_nothing_is_left(tiny:
     assert len(runs_of(tiny)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_job_at_its_time_limit_saves_and_goes_on_with_the_same_run(tiny: Tiny) -> None:
     document = launched(tiny, "training.train_iters=1000", "training.eval_iters=0", "--slurm")
     slurm = Slurm(tiny.folder / "slurm", 2)

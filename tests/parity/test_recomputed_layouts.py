@@ -58,6 +58,10 @@ CASES = {
 }
 
 
+EXHAUSTIVE = {"dp2-operators", "tp2-sp-pp2-interleaved", "tp2-dp2-zero3"}
+"""Each takes a quarter of a minute or more."""
+
+
 def gradients(config: RunConfig, group: ProcessGroup) -> dict[str, torch.Tensor]:
     """What this rank holds of the gradients of one step, copied; and its losses."""
     device = Device("cpu", "test", torch.device("cpu"), 1)
@@ -109,8 +113,13 @@ def _requested(config: RunConfig) -> dict[str, str]:
     return {name: "eager" if value == "auto" else value for name, value in chosen.items() if value != "off"}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.long)
+        for name in CASES
+    ],
+)
 def test_no_bit_of_a_gradient_differs_on_any_rank(name: str) -> None:
     case = CASES[name]
     facts = LaunchFacts(world_size=case.world_size)

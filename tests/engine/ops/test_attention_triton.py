@@ -53,9 +53,15 @@ def test_the_kernel_is_as_near_to_float64_as_the_dense_softmax() -> None:
     assert _problems(list(QUICK)) == []
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.exhaustive),
+        pytest.param("float16", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", marks=pytest.mark.long),
+    ],
+)
 def test_the_kernel_passes_the_whole_grid(dtype: str) -> None:
     assert _problems([(case, dtype, "dense") for case in CASES]) == []
 

@@ -110,11 +110,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> dic
 
 SHORT = {"dp2", "tp2-sp", "pp2", "zero1", "hsdp", "tp2-pp2-zero3"}
 """Each kind of parallelism, ZeRO 1, ZeRO 3 as HSDP, and three kinds together; the other layouts take minutes."""
+EXHAUSTIVE = {"tp4", "tp2-sp-chunks", "tp2-zero3-chunks", "tp2-pp2-zbv-chunks"}
+"""Each takes a quarter of a minute; chunks and four tensor ranks are in the parity tests."""
 
 
 @pytest.mark.parametrize(
     "layout",
-    [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
+    [
+        name
+        if name in SHORT
+        else pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.long)
+        for name in LAYOUTS
+    ],
 )
 def test_losses_are_those_of_one_process(layout: str, tiny: Tiny, expected: dict[str, Any]) -> None:
     world_size, overrides = LAYOUTS[layout]

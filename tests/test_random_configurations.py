@@ -76,7 +76,7 @@ def test_a_sample_of_random_configurations() -> None:
     judge(FAST)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_two_thousand_random_configurations() -> None:
     judge(LONG)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.product_dtypes import evidence_of_products
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.config.leaves import leaves
 from drivetrain.config.precision_rules import given_scaling
@@ -11,8 +12,6 @@ from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
 
 __all__ = ["ENTRY"]
-
-_OTHERS = ("fp32", "tf32", "fp16", "fp64")
 
 
 def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
@@ -26,18 +25,7 @@ def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
 
 
 def _evidence(_config: RunConfig, seen: Observation, _account: Account | None) -> Evidence:
-    calls = {name: count.calls for name, count in seen.matmul_dtypes.items() if count.calls}
-    known = sum(number for name, number in calls.items() if name != "unknown")
-    if calls.get("bf16"):
-        return Evidence(
-            "shown", f"{calls['bf16']} of {known} matrix products of known dtype had bf16 operands"
-        )
-    if known:
-        others = ", ".join(f"{calls[name]} in {name}" for name in _OTHERS if calls.get(name))
-        return Evidence("absent", f"no matrix product had bf16 operands: {others or f'{known} in others'}")
-    if "shapes" in seen.missing:
-        return Evidence("unknown", "the trace has no operand types: record_shapes was off")
-    return Evidence("unknown", "no matrix product of known dtype was recorded in the window")
+    return evidence_of_products("bf16", seen)
 
 
 ENTRY = Optimisation(

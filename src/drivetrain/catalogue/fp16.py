@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.product_dtypes import evidence_of_products
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.config.leaves import leaves
 from drivetrain.config.precision_rules import given_scaling
@@ -13,7 +14,6 @@ from drivetrain.measure.optimisation import Evidence, Observation
 __all__ = ["ENTRY"]
 
 _FIELD = "precision.params_dtype"
-_OTHERS = ("fp32", "tf32", "bf16", "fp64")
 
 
 def _on(config: RunConfig, _facts: LaunchFacts) -> Mapping[str, Any] | None:
@@ -27,18 +27,7 @@ def _off(config: RunConfig) -> Mapping[str, Any]:
 
 
 def _evidence(_config: RunConfig, seen: Observation, _account: Account | None) -> Evidence:
-    calls = {name: count.calls for name, count in seen.matmul_dtypes.items() if count.calls}
-    known = sum(number for name, number in calls.items() if name != "unknown")
-    if calls.get("fp16"):
-        return Evidence(
-            "shown", f"{calls['fp16']} of {known} matrix products of known dtype had fp16 operands"
-        )
-    if known:
-        others = ", ".join(f"{calls[name]} in {name}" for name in _OTHERS if calls.get(name))
-        return Evidence("absent", f"no matrix product had fp16 operands: {others or f'{known} in others'}")
-    if "shapes" in seen.missing:
-        return Evidence("unknown", "the trace has no operand types: record_shapes was off")
-    return Evidence("unknown", "no matrix product of known dtype was recorded in the window")
+    return evidence_of_products("fp16", seen)
 
 
 ENTRY = Optimisation(

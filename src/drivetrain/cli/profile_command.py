@@ -9,7 +9,7 @@ from drivetrain.archive.encoding import SCHEMA
 from drivetrain.archive.reader import Run, open_run
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
-from drivetrain.cli.train_command import EXIT_OF, refuse_broken_rules, train_new_run
+from drivetrain.cli.train_command import EXIT_OF, refuse_broken_rules, train_as_one_rank, train_new_run
 from drivetrain.config import (
     LaunchFacts,
     LoadedConfig,
@@ -42,22 +42,32 @@ def run_profile(
     require_torch()
     from drivetrain.engine.parallel.process_group import Ranks
 
-    if Ranks.started_by_torchrun():
+    ranks = Ranks.from_environment()
+    under_torchrun = Ranks.started_by_torchrun()
+    if under_torchrun and num_processes is not None:
         raise DrivetrainError(
-            "profile starts its processes itself; under torchrun use: drivetrain train CONFIG "
-            "profiler.profile=true profiler.profile_step_start=... profiler.profile_step_end=..."
+            "--nproc under torchrun: torchrun has started the processes already; drop --nproc, or torchrun"
         )
     former = open_run(Path(source)) if Path(source).is_dir() else None
-    if former is not None and num_processes is None:
+    if under_torchrun:
+        num_processes = ranks.world_size
+    elif former is not None and num_processes is None:
         num_processes = int(former.manifest["layout"]["world_size"])
     loaded = with_window(source, former, overrides, steps, start, num_processes)
     world_size = num_processes or least_processes(loaded.config)
     refuse_broken_rules(loaded, world_size)
     profiler, training = loaded.config.profiler, loaded.config.training
     first, last = profiler.profile_step_start, profiler.profile_step_end - 1
-    steps_text = f"step {first} is" if first == last else f"steps {first} to {last} are"
-    print(f"a new run of {training.train_iters} steps, of which {steps_text} profiled", file=sys.stderr)
-    path, summary = train_new_run(loaded, world_size)
+    if ranks.rank == 0:
+        steps_text = f"step {first} is" if first == last else f"steps {first} to {last} are"
+        print(f"a new run of {training.train_iters} steps, of which {steps_text} profiled", file=sys.stderr)
+    if under_torchrun:
+        path, result = train_as_one_rank(loaded, ranks)
+        if ranks.rank != 0:
+            return EXIT_OF[result.outcome.status]
+        summary = result.summary
+    else:
+        path, summary = train_new_run(loaded, world_size)
     if summary is None:
         return 1
     run = open_run(path)

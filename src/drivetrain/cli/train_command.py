@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +31,16 @@ from drivetrain.config import (
 from drivetrain.errors import ConfigurationError, DrivetrainError, RunError
 
 if TYPE_CHECKING:
+    from drivetrain.engine.parallel.process_group import Ranks
     from drivetrain.engine.stop import StopRequest
+    from drivetrain.engine.worker import WorkerResult
 
 __all__ = [
     "EXIT_OF",
     "new_run",
     "refuse_broken_rules",
     "run_train",
+    "train_as_one_rank",
     "train_new_run",
     "train_to_end",
 ]
@@ -309,7 +313,6 @@ def _as_one_rank(
     from drivetrain.engine.launch import started_by_launcher
     from drivetrain.engine.parallel.process_group import Ranks
     from drivetrain.engine.rendezvous import agree_on_run, run_store
-    from drivetrain.engine.stop import StopRequest
 
     ranks = Ranks.from_environment()
     run = _run_to_continue(source, overrides)
@@ -339,7 +342,30 @@ def _as_one_rank(
         path = agree_on_run(ranks, found_or_made, store)
         if resume and finished_summary(path) is not None:
             return (_nothing_left(path, as_json) or 0) if ranks.rank == 0 else 0
+    result = _work_as_one_rank(path, ranks)
+    if result.summary is not None and as_json:
+        show_document(result.summary)
+    return EXIT_OF[result.outcome.status]
+
+
+def train_as_one_rank(loaded: LoadedConfig, ranks: "Ranks") -> tuple[Path, "WorkerResult"]:
+    """:func:`train_new_run` under torchrun, where every rank comes here: rank 0 makes the run."""
+    from drivetrain.engine.rendezvous import agree_on_run, run_store
+
+    refuse_broken_rules(loaded, ranks.world_size)
+    store = run_store(ranks)  # Kept until the ranks have formed their group.
+    path = agree_on_run(ranks, lambda: new_run(loaded, ranks.world_size), store)
+    return path, _work_as_one_rank(path, ranks)
+
+
+def _work_as_one_rank(path: Path, ranks: "Ranks") -> "WorkerResult":
+    """Train the run in ``path`` as one of its ranks, whoever has started them; the summary with its evidence."""
+    from drivetrain.engine.launch import started_by_launcher
+    from drivetrain.engine.stop import StopRequest
+
     began = time.time()
+    if ranks.rank == 0 and not started_by_launcher():
+        print(f"run: {path}", file=sys.stderr, flush=True)
     with StopRequest() as stop:
         if started_by_launcher():
             from drivetrain.engine.parent import end_with_parent
@@ -351,14 +377,11 @@ def _as_one_rank(
             result = work(path, ranks, stop)
         except DrivetrainError as error:
             if started_by_launcher() and _is_recorded(path, str(error), began):
-                return 2
+                sys.exit(2)  # The launcher says it, once for all.
             raise DrivetrainError(f"rank {ranks.rank}: {error}") from error
-    summary = result.summary
-    if summary is not None and not started_by_launcher():
-        summary = with_evidence(path, summary)
-    if summary is not None and as_json:
-        show_document(summary)
-    return EXIT_OF[result.outcome.status]
+    if result.summary is None or started_by_launcher():
+        return result
+    return replace(result, summary=with_evidence(path, result.summary))
 
 
 def _is_recorded(path: Path, message: str, since: float) -> bool:

@@ -72,7 +72,19 @@ def tune(
         ),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Processes of each run on this machine.")
+        int | None,
+        typer.Option(
+            "--nproc", min=1, help="Processes of each run; on this machine, unless --launcher is given."
+        ),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            "--launcher",
+            metavar="TEMPLATE",
+            help="Command that starts the processes of each run, with {command} where theirs belongs: "
+            "'drivetrain lab run -- {command}'.",
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -99,6 +111,7 @@ def tune(
         knob_trials=knob_trials,
         num_processes=nproc,
         grow_batch=grow_batch,
+        launcher=launcher,
     )
     if replay is not None:
         words = [] if config is None else [config, *(overrides or [])]

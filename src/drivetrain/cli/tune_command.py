@@ -41,6 +41,7 @@ class Options:
     knob_trials: int | None
     num_processes: int | None
     grow_batch: str | None = None
+    launcher: str | None = None
 
     def given(self) -> list[str]:
         """The options that say how a new tune is climbed, and were given; ``--budget`` is not among them."""
@@ -54,6 +55,7 @@ class Options:
             "--knob-trials": self.knob_trials is not None,
             "--grow-batch": self.grow_batch is not None,
             "--nproc": self.num_processes is not None,
+            "--launcher": self.launcher is not None,
         }
         return [name for name, is_given in given.items() if is_given]
 
@@ -147,7 +149,10 @@ def _settings(options: Options) -> "LadderSettings":
     from drivetrain.catalogue import entry
     from drivetrain.tune.gate_runs import GateSettings
     from drivetrain.tune.ladder_settings import LadderSettings
+    from drivetrain.tune.launcher import Launcher
 
+    if options.launcher is not None:
+        Launcher.parse(options.launcher).require_program()
     if options.short_gates and options.gate_steps is not None:
         raise DrivetrainError("--short-gates and --gate-steps both say how long gates are; give one of them")
     for name in options.only:
@@ -164,6 +169,7 @@ def _settings(options: Options) -> "LadderSettings":
         gate=gate,
         trial_steps=options.trial_steps,
         world_size=options.num_processes or 1,
+        launcher=options.launcher,
     )
     if options.grow_batch is not None:
         settings = dataclasses.replace(settings, batch_rule=_batch_rule(options.grow_batch))

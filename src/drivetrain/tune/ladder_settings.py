@@ -27,6 +27,7 @@ class LadderSettings:
         knob_trials: most trials of one knob's search.
         world_size: processes of each run.
         batch_rule: how the learning rate follows a larger global batch; None: the global batch stays.
+        launcher: template of the command that starts the processes of a run; None: they are of this machine.
     """
 
     budget_s: float
@@ -40,6 +41,7 @@ class LadderSettings:
     knob_trials: int = 4
     world_size: int = 1
     batch_rule: LearningRateRule | None = None
+    launcher: str | None = None
 
     def to_document(self) -> dict[str, Any]:
         """As ``tune.json`` keeps them."""

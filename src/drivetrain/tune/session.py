@@ -19,6 +19,7 @@ from drivetrain.tune.ladder_bench import Gate
 from drivetrain.tune.ladder_moves import Estimate
 from drivetrain.tune.ladder_records import BASELINE_FILE, View
 from drivetrain.tune.ladder_settings import LadderSettings
+from drivetrain.tune.launcher import Launcher
 from drivetrain.tune.trainer import CommandLineTrainer, Runner
 
 __all__ = ["climb_tune", "contract", "start_tune"]
@@ -83,7 +84,12 @@ def climb_tune(
         if budget_s is not None:
             settings = dataclasses.replace(settings, budget_s=budget_s)
         if runner is None:
-            trainer = CommandLineTrainer(path.resolve() / "logs", directory=Path(document["directory"]))
+            launcher = None if settings.launcher is None else Launcher.parse(settings.launcher)
+            if launcher is not None:
+                launcher.require_program()
+            trainer = CommandLineTrainer(
+                path.resolve() / "logs", directory=Path(document["directory"]), launcher=launcher
+            )
             runner = owned.enter_context(trainer)
 
         def save(ladder: Ladder, status: str = "running", reason: str | None = None) -> None:

@@ -21,6 +21,8 @@ import orjson
 
 from drivetrain.archive.atomic import write_fault
 from drivetrain.archive.encoding import restore_non_finite
+from drivetrain.tune.launcher import LaunchedRanks, Launcher
+from drivetrain.tune.memory_kills import kernel_memory_kills
 from drivetrain.tune.nursery import Child, Nursery
 
 __all__ = ["Attempt", "CommandLineTrainer", "Outcome", "Runner", "Trainer"]
@@ -79,10 +81,20 @@ class Runner(Trainer, Protocol):
         overrides: Sequence[str],
         *,
         steps: int,
+        start: int | None = None,
+        options: Sequence[str] = (),
         world_size: int = 1,
         timeout_s: float | None = None,
     ) -> Attempt:
-        """Profile ``steps`` steps of the configuration; ``summary`` is the document of ``drivetrain profile``."""
+        """Profile ``steps`` steps of the configuration; ``summary`` is the document of ``drivetrain profile``.
+
+        A run that has finished without a window has finished.
+
+        Args:
+            start: first profiled step; None: as early as can be calibrated.
+            options: further options of ``drivetrain profile``.
+            world_size, timeout_s: see :meth:`Trainer.train`.
+        """
         ...
 
 
@@ -90,6 +102,8 @@ _RUN_LINE = re.compile(r"^run: (?P<path>.+)$", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1
 _KEPT_CHARACTERS = 2000
+_LAUNCHER_GRACE_S = 15.0
+"""On top of a run's own: a launcher waits for its processes before it ends."""
 
 
 class CommandLineTrainer:
@@ -107,6 +121,7 @@ class CommandLineTrainer:
         stall_s: without any progress for this long a run hangs. Compiling a large model makes none.
         grace_s: time a run has to save after SIGTERM.
         prepared: False: every run imports everything for itself.
+        launcher: starts the processes of each run in place of this class; None: they are of this machine.
     """
 
     def __init__(
@@ -118,13 +133,16 @@ class CommandLineTrainer:
         stall_s: float = 600.0,
         grace_s: float = 30.0,
         prepared: bool = True,
+        launcher: Launcher | None = None,
     ) -> None:
         self.logs = logs
         self.directory = directory
         self.environment = dict(environment or {})
         self.stall_s = stall_s
         self.grace_s = grace_s
-        self._nursery = Nursery(logs, directory, self.environment) if prepared else None
+        self.launcher = launcher
+        prepares = prepared and launcher is None
+        self._nursery = Nursery(logs, directory, self.environment) if prepares else None
 
     def __enter__(self) -> Self:
         return self
@@ -155,11 +173,14 @@ class CommandLineTrainer:
         overrides: Sequence[str],
         *,
         steps: int,
+        start: int | None = None,
+        options: Sequence[str] = (),
         world_size: int = 1,
         timeout_s: float | None = None,
     ) -> Attempt:
-        """``drivetrain profile config overrides… --steps N --json``; see :class:`Runner`."""
-        return self._run("profile", config, overrides, ["--steps", str(steps)], world_size, timeout_s)
+        """``drivetrain profile config overrides… --steps N --start K --json options…``; see :class:`Runner`."""
+        window = ["--steps", str(steps), *([] if start is None else ["--start", str(start)])]
+        return self._run("profile", config, overrides, [*window, *options], world_size, timeout_s)
 
     def _run(
         self,
@@ -171,6 +192,8 @@ class CommandLineTrainer:
         timeout_s: float | None,
     ) -> Attempt:
         arguments = [verb, str(config), *overrides, "--json", *options]
+        if self.launcher is not None:
+            return self._run_launched(self.launcher, arguments, world_size, timeout_s)
         if world_size > 1:
             arguments += ["--nproc", str(world_size)]
         log = self._new_log()
@@ -178,33 +201,65 @@ class CommandLineTrainer:
         output.touch()
         if self._nursery is not None:
             self._nursery.prepare()
-        kills_before = _kernel_memory_kills()
+        kills_before = kernel_memory_kills()
         began = time.monotonic()
         process = self._start(arguments, output, log)
         try:
-            hang = self._watch(process, log, timeout_s)
+            hang = self._watch(process, log, timeout_s, self.grace_s)
         except BaseException:
             _end(process, self.grace_s)
             raise
         elapsed_s = time.monotonic() - began
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = _text(log)
         summary = _document(output)
         output.unlink(missing_ok=True)
-        found = _RUN_LINE.search(text)
-        run = (self.directory or Path()) / found["path"] if found is not None else None
+        run = self._run_in(text)
         if hang is not None:
             return Attempt("hang", run, hang, elapsed_s, summary)
-        memory_kill = process.returncode == -signal.SIGKILL and _kernel_memory_kills() > kills_before
+        memory_kill = process.returncode == -signal.SIGKILL and kernel_memory_kills() > kills_before
         outcome, message = _judge(process.wait(), text, summary, memory_kill=memory_kill)
         return Attempt(outcome, run, message, elapsed_s, summary)
+
+    def _run_launched(
+        self, launcher: Launcher, arguments: Sequence[str], world_size: int, timeout_s: float | None
+    ) -> Attempt:
+        log = self._new_log()
+        ranks = LaunchedRanks(log.with_suffix(""), world_size)
+        directory = (self.directory or Path()).resolve()
+        inside = ranks.command([sys.executable, "-m", "drivetrain", *arguments], directory)
+        grace_s = self.grace_s + _LAUNCHER_GRACE_S
+        began = time.monotonic()
+        process = self._popen(launcher.command(inside, world_size), log, log)
+        try:
+            hang = self._watch(process, ranks.log, timeout_s, grace_s, ranks.ask_to_stop)
+        except BaseException:
+            ranks.ask_to_stop()
+            _end(process, grace_s)
+            raise
+        elapsed_s = time.monotonic() - began
+        summary, run = _document(ranks.output), self._run_in(_text(ranks.log))
+        if hang is not None:
+            ranks.require_begun(process.wait(), lambda: _text(log))
+            return Attempt("hang", run, hang, elapsed_s, summary)
+        ended = ranks.ended(process.wait(), lambda: _text(log))
+        outcome, message = _judge(ended.code, ended.text, summary, memory_kill=ended.memory_kill)
+        return Attempt(outcome, run, message, elapsed_s, summary)
+
+    def _run_in(self, text: str) -> Path | None:
+        """The run directory that a run has named in what it said."""
+        found = _RUN_LINE.search(text)
+        return (self.directory or Path()) / found["path"] if found is not None else None
 
     def _start(self, arguments: Sequence[str], output: Path, log: Path) -> "Child | subprocess.Popen[bytes]":
         child = self._nursery.start(arguments, output, log) if self._nursery is not None else None
         if child is not None:
             return child
-        with log.open("wb") as errors, output.open("wb") as document:
+        return self._popen([sys.executable, "-m", "drivetrain", *arguments], output, log)
+
+    def _popen(self, command: Sequence[str], output: Path, log: Path) -> "subprocess.Popen[bytes]":
+        with log.open("ab") as errors, output.open("ab") as document:
             return subprocess.Popen(
-                [sys.executable, "-m", "drivetrain", *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=document,
                 stderr=errors,
@@ -228,7 +283,12 @@ class CommandLineTrainer:
             raise write_fault(self.logs / "attempt.log", error, "nothing was started") from error
 
     def _watch(
-        self, process: "Child | subprocess.Popen[bytes]", log: Path, timeout_s: float | None
+        self,
+        process: "Child | subprocess.Popen[bytes]",
+        log: Path,
+        timeout_s: float | None,
+        grace_s: float,
+        before_the_end: Callable[[], None] = lambda: None,
     ) -> str | None:
         """Wait for the end; None, or why the process had to be ended."""
         began = moved = time.monotonic()
@@ -241,9 +301,8 @@ class CommandLineTrainer:
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
             if heartbeat is None:
-                found = _RUN_LINE.search(log.read_text(encoding="utf-8", errors="replace"))
-                if found is not None:
-                    heartbeat = (self.directory or Path()) / found["path"] / "heartbeat.json"
+                run = self._run_in(_text(log))
+                heartbeat = run / "heartbeat.json" if run is not None else None
             current = (_size(log), _beat(heartbeat))
             if current != state:
                 state, moved = current, now
@@ -253,7 +312,8 @@ class CommandLineTrainer:
             elif now - moved > self.stall_s:
                 why = f"no step, phase or message for {self.stall_s:.0f} s"
             if why is not None:
-                _end(process, self.grace_s)
+                before_the_end()
+                _end(process, grace_s)
                 return f"{why}; ended by force, log: {log}"
 
 
@@ -292,7 +352,8 @@ def _judge(
     message = _last_words(text)
     if memory_kill:
         return "out_of_memory", "the kernel killed a process because memory ran out"
-    if code == 0:
+    if code == 0 or (code == 1 and status == "finished"):
+        # 1: a profile of a run that finished without a window.
         return "finished", ""
     if status == "diverged":
         return "diverged", message or "the run diverged"
@@ -324,6 +385,14 @@ def _document(path: Path) -> dict[str, Any] | None:
     return restore_non_finite(value) if isinstance(value, dict) else None
 
 
+def _text(log: Path) -> str:
+    """What was said so far; nothing where the file is not there yet."""
+    try:
+        return log.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -338,12 +407,3 @@ def _beat(path: Path | None) -> tuple[Any, Any] | None:
     except (OSError, ValueError):
         return None
     return (beat.get("step"), beat.get("phase")) if isinstance(beat, dict) else None
-
-
-def _kernel_memory_kills() -> int:
-    """Processes that the kernel has killed for want of memory since boot; 0 where it does not tell (proc(5))."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

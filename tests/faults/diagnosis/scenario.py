@@ -301,9 +301,10 @@ def plain_steps_s(path: Path) -> list[float]:
     """Seconds of each step that the profiler has left alone, with what stood between it and the step before.
 
     By the moments at which steps were recorded: a checkpoint or an evaluation lies between two of them, and in no
-    step's own time. Warm-up, the steps of the profiler and what follows it are left out.
+    step's own time. Warm-up, the steps of the profiler and what follows it are left out, and the last one, whose
+    line is written at once and not in the step after it.
     """
-    lines = list(open_run(path).metrics())
+    lines = list(open_run(path).metrics())[:-1]
     last_profiled = max((line["step"] for line in lines if "profile" in line["tags"]), default=0)
     steps = []
     for before, line in pairwise(lines):

@@ -178,8 +178,9 @@ class Sides:
 def calibrate(group: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """How long a step computes, on ranks that all compute; and the bytes of its gradients."""
     sides = Sides(group, settings["size"])
-    turns = Turns(group, PACES["quick"], {COMPUTE: sides.ours(0.0, alone=True)})
-    turns.run(rounds=1)
+    # A slow moment here makes links slow for all that follows: several turns, and their median.
+    turns = Turns(group, PACES[settings["size"]], {COMPUTE: sides.ours(0.0, alone=True)})
+    turns.run(rounds=1 if settings["size"] == "tiny" else 3)
     return {"compute_s": turns.median(COMPUTE), "bytes": sides.gradient_bytes}
 
 

@@ -47,6 +47,7 @@ def _validate(entries: list[Optimisation]) -> None:
     for one in entries:
         unknown = {one.field, *(knob.field for knob in one.knobs)} - leaves().keys()
         assert not unknown, f"{one.name}: no such leaf: {sorted(unknown)}"
+        _validate_knobs(one, entries)
         assert names >= set(one.conflicts), f"{one.name} conflicts with an unknown entry"
         assert one.name not in one.conflicts
         no_class = [treated for treated in one.treats if treated not in (*CLASSES, *CLASS_GROUPS)]
@@ -59,6 +60,17 @@ def _validate(entries: list[Optimisation]) -> None:
             no_class = [treated for treated in move.treats if treated not in (*CLASSES, *CLASS_GROUPS)]
             assert not no_class, f"{one.name}, {move.name} treats what is no class of an account: {no_class}"
         assert one.evidence_rule, f"{one.name} does not say what its evidence goes by"
+
+
+def _validate_knobs(one: Optimisation, entries: list[Optimisation]) -> None:
+    own = {knob.field for knob in one.knobs}
+    every = {knob.field for other in entries for knob in other.knobs}
+    for knob in one.knobs:
+        no_class = [treated for treated in knob.treats or () if treated not in (*CLASSES, *CLASS_GROUPS)]
+        assert not no_class, f"{one.name}, {knob.field} treats what is no class of an account: {no_class}"
+    for first, second in one.interacts_with:
+        assert first in own, f"{one.name} has no knob {first}"
+        assert second in every - {first}, f"{one.name}: {first} interacts with no knob {second}"
 
 
 def entry(name: str) -> Optimisation:

@@ -57,6 +57,8 @@ def _section(one: Optimisation) -> Iterator[str]:
     if one.relieves:
         yield f"* Makes {_names(one.relieves)} smaller (`docs/memory.md`)."
     yield f"* Knobs: {'; '.join(map(_knob, one.knobs)) or 'none'}."
+    for first, second in one.interacts_with:
+        yield f"* `{first}` and `{second}` are searched together where both are searched."
     for move in one.moves:
         yield (
             f"* Move `{move.name}`: {move.summary}. Numerics: {move.numerics}. Treats {_names(move.treats)}. May "
@@ -79,7 +81,9 @@ def _names(names: tuple[str, ...]) -> str:
 
 def _knob(knob: Knob) -> str:
     kind = "whole numbers" if knob.whole else "numbers"
-    return f"`{knob.field}`, {kind} from {knob.low:g} to {knob.high:g} on a {knob.scale} scale"
+    scale = f"on a {knob.scale} scale" if knob.values is None else "as many of them as are legal"
+    treats = "" if knob.treats is None else f" (treats {_names(knob.treats)})"
+    return f"`{knob.field}`, {kind} from {knob.low:g} to {knob.high:g} {scale}{treats}"
 
 
 if __name__ == "__main__":

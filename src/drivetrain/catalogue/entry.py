@@ -2,36 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
+from drivetrain.catalogue.knob import Knob
 from drivetrain.catalogue.move import Move, Numerics
 from drivetrain.config import LaunchFacts, Rule, RunConfig, leaves
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation, Prediction
 
 __all__ = ["Knob", "Numerics", "Optimisation"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Knob:
-    """A configuration leaf with a search range.
-
-    Attributes:
-        field: dotted path of the leaf.
-        low, high: ends of the range, both legal values.
-        whole: whether only whole numbers are legal.
-        scale: ``linear`` or ``log``: in what measure the search divides the range.
-    """
-
-    field: str
-    low: float
-    high: float
-    whole: bool = False
-    scale: Literal["linear", "log"] = "linear"
-
-    def __post_init__(self) -> None:
-        assert self.low < self.high
-        assert self.scale == "linear" or self.low > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +34,8 @@ class Optimisation:
         relieves: categories of memory (``measure/memory.py``) that it makes smaller.
         applies: None, or why it can have no effect under these facts (one process has nothing to communicate).
         knobs: leaves that are searched once it is on.
+        interacts_with: pairs of knobs' fields, the first of each its own: what is best of one depends on the other, so
+            that they are searched together where both are.
         moves: changes of several leaves that belong together, each with a gate of its own; tried once each.
         requires: rules that hold while it is requested.
         conflicts: names of entries that cannot be requested with it.
@@ -82,6 +63,7 @@ class Optimisation:
     cures: tuple[str, ...] = ()
     relieves: tuple[str, ...] = ()
     knobs: tuple[Knob, ...] = ()
+    interacts_with: tuple[tuple[str, str], ...] = ()
     moves: tuple[Move, ...] = ()
     requires: tuple[Rule, ...] = ()
     conflicts: tuple[str, ...] = ()
@@ -128,6 +110,7 @@ class Optimisation:
                 }
                 for knob in self.knobs
             ],
+            "interacts_with": [list(pair) for pair in self.interacts_with],
             "moves": [
                 {
                     "name": move.name,

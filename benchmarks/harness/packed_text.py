@@ -4,7 +4,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 __all__ = ["MODULES", "VOCABULARY", "functions_of", "packed_corpus"]
@@ -40,8 +40,9 @@ def functions_of(source: str) -> Iterator[str]:
                 yield "".join(lines[node.lineno - 1 : node.end_lineno])
 
 
-def packed_corpus(folder: Path) -> Path:
-    """Prefix of the corpus in ``folder``; prepared by ``drivetrain data prepare`` where it is missing."""
+def packed_corpus(folder: Path, modules: Sequence[str] = MODULES) -> Path:
+    """Prefix of the corpus of these modules in ``folder``; prepared by ``drivetrain data prepare`` where it is
+    missing."""
     prefix = folder / "functions"
     if prefix.with_suffix(".idx").exists():
         return prefix
@@ -49,7 +50,7 @@ def packed_corpus(folder: Path) -> Path:
     library = Path(ast.__file__).parent
     documents = folder / "functions.jsonl"
     with documents.open("w", encoding="utf-8") as file:
-        for module in MODULES:
+        for module in modules:
             for text in functions_of((library / f"{module}.py").read_text(encoding="utf-8")):
                 file.write(json.dumps({"text": text}) + "\n")
     command = [sys.executable, "-m", "drivetrain", "data", "prepare", str(documents), "--output", str(prefix)]

@@ -14,7 +14,6 @@ Causes that cannot be made on a CPU, and so have no scenario:
 * ``environment.max_connections``: CUDA reads that variable, and nothing else does.
 """
 
-import hashlib
 import importlib
 import json
 import math
@@ -23,15 +22,16 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
+
+from planted_jobs import STEPS_FILE, TIME_LIMIT_S, TRACE_FILE, Job, Wire, run
 
 from drivetrain.archive.reader import open_run
-from drivetrain.lab import Lab
 from drivetrain.measure.statistics import mean_with_interval
-from rank_processes import free_port
 
 __all__ = [
     "LEAST_SHARE",
@@ -43,10 +43,13 @@ __all__ = [
     "Scenario",
     "Wire",
     "all_scenarios",
+    "diagnosed",
     "judge",
+    "losses",
     "mean_step_s",
     "plain_steps_s",
     "run",
+    "unfounded",
 ]
 
 MODULES = (
@@ -64,26 +67,17 @@ LEAST_SHARE = 0.1
 WITHIN = 0.2
 """Share of the true cost by which the found one may differ from it."""
 
-_TIME_LIMIT_S = 300.0
-_OWN_CODE = "own_code"
-_STEPS = (
-    "training.train_iters=40",
-    "training.eval_iters=0",
-    "profiler.profile_step_start=8",
-    "profiler.profile_step_end=14",
-)
-"""Of a job that says nothing else: steps to warm up, five profiled ones that count, and as many as a mean takes."""
 _BASE = """
 [model]
-num_layers = 4
+num_layers = 2
 hidden_size = 256
 num_attention_heads = 4
 seq_length = 256
 vocab_size = 1024
 
 [training]
-micro_batch_size = 4
-global_batch_size = 4
+micro_batch_size = 2
+global_batch_size = 2
 
 [precision]
 params_dtype = "fp32"
@@ -92,48 +86,6 @@ params_dtype = "fp32"
 device = "cpu"
 num_threads = 1
 """
-
-
-@dataclass(frozen=True)
-class Wire:
-    """The network lab that a job's ranks are on.
-
-    Attributes:
-        hosts, ranks: hosts, and ranks on each.
-        rate: of each link, as ``800mbit``.
-        links: other rates, by number of the host.
-    """
-
-    hosts: int = 2
-    ranks: int = 1
-    rate: str = "800mbit"
-    links: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training job as somebody would start it.
-
-    Attributes:
-        folder: where it is started, and where its run is written.
-        config: a preset's name, or the path of a configuration file.
-        overrides: of the configuration; they go before the harness's own (:data:`_STEPS`).
-        world_size: processes. With a wire, hosts times ranks.
-        environment: variables of every process.
-        own_code: source of a module of the user's, which any process imports as ``own_code``: what ``data.transform``
-            names. None: the user has none.
-        starts_training: whether the user's own script starts training, so that ``own_code`` is imported before it.
-        wire: the lab that the ranks are on; None: they are on this machine.
-    """
-
-    folder: Path
-    config: str
-    overrides: tuple[str, ...] = ()
-    world_size: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    own_code: str | None = None
-    starts_training: bool = False
-    wire: Wire | None = None
 
 
 @dataclass(frozen=True)
@@ -152,9 +104,8 @@ class Place:
         """
         if config is None:
             path = self.folder / "base.toml"
-            if not path.exists():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(_BASE, encoding="utf-8")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(_BASE, encoding="utf-8")
             config = str(path)
         data = (f"data.data_path={self.corpus()}",)
         return Job(folder=self.folder, config=config, overrides=(*data, *overrides), **others)
@@ -170,7 +121,7 @@ class Place:
                     file.write(json.dumps({"text": text}) + "\n")
             prepare = ("-m", "drivetrain", "data", "prepare", str(texts), "--output", str(prefix))
             command = [sys.executable, *prepare, "--vocab-size", "1024"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=_TIME_LIMIT_S)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=TIME_LIMIT_S)
         return prefix
 
 
@@ -216,87 +167,6 @@ def all_scenarios() -> tuple[Scenario, ...]:
     return tuple(found)
 
 
-def run(job: Job, *, profiled: bool = True) -> Path:
-    """Train it to the end; its run directory.
-
-    Raises:
-        AssertionError: it did not end well; what it said is the message.
-    """
-    runs = job.folder / "runs"
-    environment = {**_environment(job), **job.environment}
-    leaves = [*_STEPS, f"run.runs_dir={runs}", f"profiler.profile={str(profiled).lower()}"]
-    leaves += ["profiler.profile_ranks=all"] if profiled and job.world_size > 1 else []
-    first = f"import {_OWN_CODE}; " if job.starts_training else ""
-    code = f"{first}from drivetrain.cli import main; main()"
-    command = [sys.executable, "-c", code, "train", job.config, *leaves, *job.overrides, "--json"]
-    said = _on_a_wire(job, command, environment) if job.wire else _on_this_machine(job, command, environment)
-    return Path(json.loads(said)["run"])
-
-
-def _environment(job: Job) -> dict[str, str]:
-    """Of every process. Nothing that this machine has measured before is known in the folder's own cache."""
-    environment = {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "OMP_NUM_THREADS": "1",
-        "XDG_CACHE_HOME": str(job.folder / "cache"),
-    }
-    if job.own_code is not None:
-        code = job.folder / f"code-{hashlib.sha256(job.own_code.encode()).hexdigest()[:12]}"
-        code.mkdir(parents=True, exist_ok=True)
-        (code / f"{_OWN_CODE}.py").write_text(job.own_code, encoding="utf-8")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
-    return environment
-
-
-def _on_this_machine(job: Job, command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """One process, or ranks as torchrun would start them; what the first printed."""
-    port = str(free_port()) if job.world_size > 1 else ""
-    processes = []
-    for rank in range(job.world_size):
-        told = {} if job.world_size == 1 else _told(rank, job.world_size, port)
-        processes.append(
-            subprocess.Popen(
-                command,
-                cwd=job.folder,
-                env={**os.environ, **environment, **told},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=_TIME_LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{errors[-4000:]}"
-    return outputs[0][0]
-
-
-def _told(rank: int, world_size: int, port: str) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
-def _on_a_wire(job: Job, command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Ranks of a lab of their own; what the first printed."""
-    wire = job.wire
-    assert wire is not None
-    assert wire.hosts * wire.ranks == job.world_size, "the wire has other ranks than the job"
-    with Lab(wire.hosts, wire.ranks, wire.rate, links=wire.links) as lab:
-        done = lab.run(command, environment=environment, folder=job.folder, time_limit_s=_TIME_LIMIT_S)
-        return done.check().ranks[0].stdout
-
-
 def plain_steps_s(path: Path) -> list[float]:
     """Seconds of each step that the profiler has left alone, with what stood between it and the step before.
 
@@ -304,16 +174,24 @@ def plain_steps_s(path: Path) -> list[float]:
     step's own time. Warm-up, the steps of the profiler and what follows it are left out, and the last one, whose
     line is written at once and not in the step after it.
     """
-    lines = list(open_run(path).metrics())[:-1]
+    if (path / STEPS_FILE).exists():
+        steps: list[float] = json.loads((path / STEPS_FILE).read_text(encoding="utf-8"))
+    else:
+        steps = steps_between(list(open_run(path).metrics()))
+    assert len(steps) >= _LEAST_STEPS, f"{path} has {len(steps)} steps that can be used"
+    return steps
+
+
+def steps_between(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Of :func:`plain_steps_s`, by the lines of ``metrics.jsonl``."""
     last_profiled = max((line["step"] for line in lines if "profile" in line["tags"]), default=0)
     steps = []
-    for before, line in pairwise(lines):
-        # The line of a step is written in the step after it.
+    # The line of a step is written in the step after it; the last one's at once, so that its time is no step's.
+    for before, line in pairwise(lines[:-1]):
         apart = {"warmup", "profile"} & {*before["tags"], *line["tags"]}
         if apart or last_profiled < line["step"] <= last_profiled + _SETTLING:
             continue
         steps.append((line["time"] - before["time"]) / (line["step"] - before["step"]))
-    assert len(steps) >= _LEAST_STEPS, f"{path} has {len(steps)} steps that can be used"
     return steps
 
 
@@ -370,8 +248,11 @@ def diagnosed(path: Path) -> list[Mapping[str, Any]]:
     from drivetrain.cli.diagnose_sources import facts_of
     from drivetrain.diagnose import diagnose
 
-    facts = facts_of([str(path)], figures=Figures(), rules=None, expected=())
-    findings: list[Mapping[str, Any]] = diagnose(facts).to_document()["findings"]
+    # A peak that was measured on this machine would make each product's shortfall a finding, here and nowhere else.
+    with mock.patch.dict(os.environ, DRIVETRAIN_CACHE=str(path.parents[1] / "cache")):
+        trace = path / TRACE_FILE
+        facts = facts_of([str(trace if trace.exists() else path)], figures=Figures(), rules=None, expected=())
+        findings: list[Mapping[str, Any]] = diagnose(facts).to_document()["findings"]
     return findings
 
 
@@ -442,3 +323,33 @@ def cost_of(scenario: Scenario, findings: Sequence[Mapping[str, Any]]) -> float 
             return None
         total += costs[0]
     return total
+
+
+_ORDINARY = ("compute", "host.launch", "host.python", "communication", "recompute", "unclassified")
+"""Classes, and groups of classes, of the account that every step has: what they take is work, and claims no fault."""
+
+
+def unfounded(
+    scenario: Scenario, findings: Sequence[Mapping[str, Any]], least: float
+) -> list[Mapping[str, Any]]:
+    """What the diagnosis of a clean run claims to cost more than `least` of a step, or to cost nobody knows what.
+
+    One process without the fault has none at all. Ranks, too, have communication that nothing hides: of them only what
+    names the scenario's own causes is counted.
+    """
+    claimed = [finding for finding in findings if finding["share"] is None or finding["share"] > least]
+    if scenario.where != "process":
+        planted = {*scenario.causes, *scenario.accepted}
+        return [finding for finding in claimed if finding["cause"] in planted]
+    return [
+        finding
+        for finding in claimed
+        if not (finding["rule"] == "account_classes" and _is_ordinary(finding["subject"]))
+    ]
+
+
+def _is_ordinary(name: str) -> bool:
+    # The bar of matrix products and attention together names both.
+    return all(
+        any(part == one or part.startswith(f"{one}.") for one in _ORDINARY) for part in name.split(" and ")
+    )

@@ -61,7 +61,7 @@ class Size:
         steps: of a block of the final session.
         rounds: times its order is run, forwards and back.
         hand_tuned: configurations at most.
-        overrides: of the baseline.
+        overrides: of the baseline, after the case's own.
     """
 
     modules: Sequence[str]
@@ -115,29 +115,36 @@ TINY = Size(
 
 @dataclass(frozen=True)
 class Started:
-    """A calibrated case: the corpus, the overrides of its baseline, the rate of its links."""
+    """A calibrated case: the overrides of its baseline and the file that they make, the rate of its links."""
 
     calibration: Calibration
     overrides: tuple[str, ...]
+    file: Path
     rate_mbit: float | None
 
 
 def calibrated(runs: CaseRuns, corpus: Path, size: Size) -> Started:
     """Find the parameters."""
     case = runs.case
-    fixed = (*case.overrides, *size.overrides, as_override("data.data_path", str(corpus)))
+    fixed = (*case.overrides, as_override("data.data_path", str(corpus)))
 
     def overrides(parameters: Mapping[str, float]) -> tuple[str, ...]:
-        own = () if size is TINY else tuple(case.configure(parameters))
-        whole = (*fixed, *own)
+        whole = (*fixed, *case.configure(parameters), *size.overrides)
         return (*whole, *limit_of(case, load_config("llama-2m", whole).config))
+
+    def write(name: str, parameters: Mapping[str, float]) -> Path:
+        # A file: what is given as an override is not shortened for a profile.
+        file = runs.folder / f"{name}.toml"
+        write_text(file, to_toml(load_config("llama-2m", overrides(parameters)).config))
+        return file
 
     def classes_of(parameters: Mapping[str, float]) -> Mapping[str, float]:
         with runs.links(parameters.get(RATE)):
-            return runs.profile("llama-2m", overrides(parameters), size.profiled).classes
+            return runs.profile(write("calibrated", parameters), size.profiled).classes
 
     found = calibrate(case, classes_of, size.calibrations)
-    return Started(found, overrides(found.best.parameters), found.best.parameters.get(RATE))
+    best = found.best.parameters
+    return Started(found, overrides(best), write(case.name, best), best.get(RATE))
 
 
 def limit_of(case: Case, config: RunConfig) -> list[str]:
@@ -197,7 +204,7 @@ def outcome_of(case: Case, folder: Path, size: Size) -> Outcome:
         started = calibrated(runs, corpus, size)
         with runs.links(started.rate_mbit):
             only = [word for name in case.entries for word in ("--only", name)] if size.names_entries else []
-            tune, tuned = runs.tune("llama-2m", started.overrides, [*size.tune, *only])
+            tune, tuned = runs.tune(started.file, [*size.tune, *only])
             print(ladder_text(tuned), file=sys.stderr, flush=True)
             sides, switched = sides_of(runs, tune, tuned, size)
             blocks, failed = runs.measure(sides, size.steps, size.rounds)
@@ -273,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="keep corpus, runs and tunes here; must be new"
     )
+    parser.add_argument("--budget", default=None, help="of each ladder: 20m; another than the size's own")
     parser.add_argument("--raw", type=Path, default=None, help="folder of what was found of each case")
     options = parser.parse_args(arguments)
     if options.quick and options.tiny:
@@ -281,11 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--quick runs one case: give one --case")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name, size = ("quick", QUICK) if options.quick else ("tiny", TINY) if options.tiny else ("full", FULL)
+    if options.budget is not None:
+        size = dataclasses.replace(size, tune=("--budget", options.budget, *size.tune[2:]))
     default = ["e10"] if options.quick else ["a15"] if options.tiny else list(CASES)
     cases = [CASES[one] for one in options.case or default]
     if any(case.hosts for case in cases) and (reason := lab_missing()) is not None:
         sys.exit(reason)
-    raw = options.raw or (RESULTS if size is FULL else None)
+    raw = options.raw or (RESULTS if name == "full" else None)
     with tempfile.TemporaryDirectory(prefix="tuner-") as place:
         folder = (options.folder or Path(place)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,8 @@ from drivetrain.tune.trainer import Attempt, CommandLineTrainer
 __all__ = ["Block", "CaseRuns", "Failed", "Profiled", "hash_of", "palindrome"]
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
-LAB = "case"
+LAB = f"case{os.getpid()}"
+"""Of this process alone: the hosts of all labs of a machine are in one list."""
 DRIVETRAIN = (sys.executable, "-m", "drivetrain")
 
 
@@ -141,11 +142,11 @@ class CaseRuns:
             "DRIVETRAIN_LAB_DIR": str(self.folder / "labs"),
         }
 
-    def profile(self, config: str, overrides: Sequence[str], steps: int) -> Profiled:
+    def profile(self, config: Path, steps: int) -> Profiled:
         """``drivetrain profile`` where runs of the case belong."""
         attempt = self._trainer.profile(
-            Path(config),
-            [*overrides, as_override("run.runs_dir", str(self.folder / "runs"))],
+            config,
+            [as_override("run.runs_dir", str(self.folder / "runs"))],
             steps=steps,
             world_size=self.case.ranks,
         )
@@ -156,14 +157,13 @@ class CaseRuns:
         assert attempt.summary is not None, "it finished"
         return Profiled(run, dict(mean.classes), float(attempt.summary["training"]["step_time_s"]["p50"]))
 
-    def tune(
-        self, config: str, overrides: Sequence[str], options: Sequence[str]
-    ) -> tuple[Path, dict[str, Any]]:
-        """Climb the ladder from ``config`` with ``overrides``; folder and document of the tune."""
+    def tune(self, config: Path, options: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+        """Climb the ladder from ``config``; folder and document of the tune."""
         launcher = [] if self._template is None else ["--launcher", self._template]
         ranks = ["--nproc", str(self.case.ranks)]
-        words = ["tune", config, *overrides, *ranks, *launcher, *self.case.tune, *options, "--json"]
+        words = ["tune", str(config), *ranks, *launcher, *self.case.tune, *options, "--json"]
         self.drivetrain(*words, accept=(0, 1))
+        # Absolute: its configurations and runs are read from here.
         (path,) = list_tunes(self.folder / "tunes")
         document = dict(open_tune(str(path)).document)
         if document["baseline"] is None:

@@ -1,14 +1,17 @@
 """Advice on buckets and chunks from the idle times of both sides, on figures made by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from test_diagnosis import MS, account, config_with
 
+from drivetrain.archive.collective_waits import RunCollectives
 from drivetrain.config import LaunchFacts
 from drivetrain.diagnose import Facts, Finding, diagnose
 from drivetrain.diagnose.rules.overlap_advice import Pieces, judge
+from drivetrain.measure.collective_waits import Matched
 
 STEP_S = 0.1
 
@@ -50,7 +53,8 @@ def communication(
 
 
 def advice(found: dict[str, Any] | None, *overrides: str) -> list[Finding]:
-    facts = Facts(account(), "a run", config_with(*overrides), LaunchFacts(world_size=2), communication=found)
+    made = account({"compute.matmul": 70 * MS, "communication.dp.transfer": 30 * MS})
+    facts = Facts(made, "a run", config_with(*overrides), LaunchFacts(world_size=2), communication=found)
     return [one for one in diagnose(facts).findings if one.rule == "overlap_advice"]
 
 
@@ -64,6 +68,43 @@ def test_a_wire_that_stood_idle_in_backward_while_its_rest_was_waited_for_wants_
     assert (remedy.name, dict(remedy.change or {})) == ("ddp_bucket", {"overlap.bucket_size_mb": 5.0})
     assert remedy.ratio == pytest.approx(100 / 80)
     assert any("20.0 ms" in one.text and "30.0 ms" in one.text for one in finding.evidence)
+
+
+def test_no_more_is_lost_than_had_room_or_calls_cost() -> None:
+    # Of 50 ms of waiting 30 ms could have travelled under backward: the rest takes longer than that.
+    (serial,) = advice(communication(calls=1, wire_s=0.05, exposed_s=0.05), "overlap.bucket_size_mb=0")
+    assert serial.cause == "communication.serial"
+    assert serial.cost_ns == pytest.approx(30 * MS)
+    # 200 calls of 0.1 ms are 20 of the 40 ms that are waited for.
+    small = communication(calls=200, exposed_s=0.04, backward_idle_s=0.001, fixed=1e-4, rate=1e9)
+    (calls,) = advice(small, "overlap.bucket_size_mb=0.2")
+    assert calls.cause == "communication.buckets_too_small"
+    assert calls.cost_ns == pytest.approx(20 * MS)
+
+
+def test_waiting_for_a_rank_is_no_matter_of_size() -> None:
+    # By the account three quarters of what rank 0 waits for is a rank that has not come.
+    classes = {
+        "compute.matmul": 80 * MS,
+        "communication.dp.wait": 15 * MS,
+        "communication.dp.transfer": 5 * MS,
+    }
+    config, launch = config_with("overlap.bucket_size_mb=10"), LaunchFacts(world_size=2)
+    facts = Facts(account(classes), "a run", config, launch, communication=communication())
+    (split,) = [one for one in diagnose(facts).findings if one.rule == "overlap_advice"]
+    assert split.cost_ns == pytest.approx(5 * MS), "a quarter of 20 ms"
+    # The ranks' own records know it of these very collectives.
+    told = RunCollectives(2, [collective(exposed_ms) for exposed_ms in (3, 5)])
+    (exact,) = [
+        one for one in diagnose(replace(facts, collectives=told)).findings if one.rule == "overlap_advice"
+    ]
+    assert exact.cost_ns == pytest.approx(4 * MS)
+
+
+def collective(exposed_ms: int) -> Matched:
+    """An all-reduce of two ranks."""
+    waits = {0: 12 * MS, 1: 0}
+    return Matched("dp", "all_reduce", 10, 0, 0, (0, 1), 1, waits, waits, {0: exposed_ms * MS, 1: 0}, 0)
 
 
 def test_all_gradients_at_once_are_cut_in_parts_of_what_travelled() -> None:

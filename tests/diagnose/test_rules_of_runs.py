@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from test_diagnosis import MS, account, config_with, window
+from test_overlap_advice import communication
 
 from drivetrain.config import LaunchFacts
 from drivetrain.diagnose import Facts, Finding, diagnose
@@ -174,6 +175,31 @@ def test_parameters_that_travel_are_no_gradients(stage: int, gradients: float) -
     )
     assert found.cost_ns == pytest.approx(15 * MS * gradients)
     assert found.confidence == ("medium" if stage == 0 else "low")
+
+
+def test_half_the_bytes_come_off_what_is_waited_for_and_stand_before_bytes_that_take_too_long() -> None:
+    bf16 = ("precision.params_dtype=bf16", "overlap.bucket_size_mb=1")
+    # 80 ms under way, 30 of them under computation: in bf16 40, of which 30 find it again.
+    said = communication(wire_s=0.08, exposed_s=0.05, backward_idle_s=0.002)
+    classes = {"compute.matmul": 50 * MS, "communication.dp.transfer": 50 * MS}
+    facts = Facts(
+        account(classes), "a run", config_with(*bf16), LaunchFacts(world_size=2), communication=said
+    )
+    found = diagnose(facts).of("loss")
+    assert [one.cause for one in found][:2] == ["communication.fp32_on_the_wire", "communication.too_much"]
+    assert found[0].cost_ns == pytest.approx(40 * MS)
+    assert found[1].cost_ns == pytest.approx(50 * MS)
+    hidden = communication(wire_s=0.08, exposed_s=0.01, backward_idle_s=0.002)
+    (well,) = findings(
+        "communication.fp32_on_the_wire", None, *bf16, classes=classes, world_size=2, communication=hidden
+    )
+    assert well.cost_ns == pytest.approx(10 * MS), "no more than is waited for"
+    # Of 80 ms bytes move for 60: the rest is waiting for a rank, or what calls cost.
+    slow = communication(wire_s=0.08, exposed_s=0.05, backward_idle_s=0.002, fixed=5e-3, rate=40e6 / 0.06)
+    (bytes_alone,) = findings(
+        "communication.fp32_on_the_wire", None, *bf16, classes=classes, world_size=2, communication=slow
+    )
+    assert bytes_alone.cost_ns == pytest.approx(30 * MS)
 
 
 PIPELINE = ("parallelism.pipeline_model_parallel_size=2",)

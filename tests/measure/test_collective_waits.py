@@ -1,5 +1,7 @@
 """Matching the collectives of several ranks: who was waited for, and how long bytes then moved."""
 
+from dataclasses import replace
+
 from drivetrain.measure.collective_waits import match, summed
 from drivetrain.measure.overlap import FlightRecord
 
@@ -24,6 +26,18 @@ def test_a_rank_waits_until_the_last_one_comes_and_the_rest_is_transfer() -> Non
     assert one.last == 1
     assert one.wait_ns == {0: 70, 1: 0}
     assert one.transfer_ns == {0: 30, 1: 31}
+
+
+def test_of_a_transfer_that_is_exposed_which_the_training_thread_waits_for() -> None:
+    # Rank 0 waits from 20 on, 50 of it for the last rank; rank 1 computes until 90.
+    zero = replace(flight(0, 100), blocked=((20, 101),))
+    one = replace(flight(70, 101), blocked=((90, 102),))
+    (found,) = match({0: [zero], 1: [one]}, QUEUES, ALIGNED, lanes=1)
+    assert found.exposed_ns == {0: 30, 1: 11}
+    offsets = {0: (0, 0), 1: (1000, 0)}
+    later = replace(flight(1070, 1101), blocked=((1090, 1102),))
+    (shifted,) = match({0: [zero], 1: [later]}, QUEUES, offsets, lanes=1)
+    assert shifted.exposed_ns == found.exposed_ns, "each on its own clock"
 
 
 def test_a_rank_comes_when_its_queue_lets_it() -> None:

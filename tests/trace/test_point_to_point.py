@@ -61,6 +61,23 @@ def test_messages_align_clocks_where_there_is_no_collective() -> None:
     assert "communication.world.unsplit" not in account.ranks[1].whole.classes
 
 
+def test_threads_of_the_host_that_receive_later_one_way_are_no_slow_link() -> None:
+    """Rank 1 computes, and its threads take a message in ten times as late as those of rank 0."""
+    up, down = range(1000, 50_000, 5000), range(3000, 53_000, 5000)
+    first = host_stage(0, [(1, t, False) for t in up], [(1, t) for t in down])
+    second = host_stage(1, [(0, t, True) for t in down], [(0, t) for t in up])
+    events = second.events
+    late = np.array([events.names[name] == "gloo:recv" for name in events.name.tolist()])
+    second = replace(second, events=replace(events, duration_ns=np.where(late, 2000, events.duration_ns)))
+    messages = [one for one in account_of([first, second]).verdicts if one.kind == "send"]
+    assert [one.occurrences for one in messages] == [10, 10]
+    assert max(one.transfer_ns_per_step for one in messages) > 3 * min(
+        one.transfer_ns_per_step for one in messages
+    )
+    assert [one.losses for one in messages] == [(), ()]
+    assert all("scheduled" in (one.reason or "") for one in messages)
+
+
 def test_messages_received_before_they_are_sent_align_nothing() -> None:
     first = host_stage(
         0, [(1, t, False) for t in (3000, 7000, 11_000)], [(1, t) for t in (5000, 9000, 13_000)]

@@ -9,11 +9,24 @@ from drivetrain.errors import RunError
 from drivetrain.measure.collective_waits import GroupWaits, Matched, match, summed
 from drivetrain.measure.overlap import FlightRecord, flights_of
 
-__all__ = ["CLOCK_DRIFT", "RunWaits", "waits_of_run"]
+__all__ = ["CLOCK_DRIFT", "RunCollectives", "RunWaits", "collectives_of_run", "waits_of_run"]
 
 CLOCK_DRIFT = 1e-4
 """Share by which the clocks of two hosts may drift apart after they were compared: what a time service corrects at
 most, and far above what two crystals differ by."""
+
+
+@dataclass(frozen=True)
+class RunCollectives:
+    """The matched collectives of the steady steps that every rank has logged.
+
+    Attributes:
+        steps: how many.
+        matched: in order of the steps; what passes the end of a step is there once.
+    """
+
+    steps: int
+    matched: Sequence[Matched]
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,16 @@ class _Line:
 
 
 def waits_of_run(run: Run) -> RunWaits | None:
+    """Sums of :func:`collectives_of_run` by group.
+
+    Raises:
+        RunError: a line is damaged.
+    """
+    found = collectives_of_run(run)
+    return None if found is None else RunWaits(found.steps, summed(found.matched))
+
+
+def collectives_of_run(run: Run) -> RunCollectives | None:
     """Match the collectives of the run's ranks; None where they were not written (``monitor.log_rank_times``).
 
     Raises:
@@ -75,7 +98,7 @@ def waits_of_run(run: Run) -> RunWaits | None:
         # What was under way at the end of a step is in the lines of both; it has passed once.
         matched += [one for key, one in found.items() if key not in former]
         former = set(found)
-    return RunWaits(len(everywhere), summed(matched))
+    return RunCollectives(len(everywhere), matched)
 
 
 def _line(kept: Mapping[str, Any]) -> _Line:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drivetrain.archive.collective_waits import collectives_of_run
 from drivetrain.archive.optimisations import records_of
 from drivetrain.archive.reader import Run
 from drivetrain.cli.account_sources import Figures, achievable_of, first_trace, make_account, run_of
@@ -52,6 +53,7 @@ def facts_of(
         waits=synchronisations(trace, classes, rules=table),
         waits_source="trace" if trace.rank is None else f"trace of rank {trace.rank}",
         communication=None if run is None else _communication_of(run),
+        collectives=None if run is None else collectives_of_run(run),
         data_operations={} if run is None else _data_operations(run),
         figures=files,
         trace=trace_figures(trace, classes),

@@ -105,35 +105,36 @@ CAUSES: Mapping[str, Cause] = {
         "communication",
         "communication follows computation, and never runs beside it",
         "gradients travel when backward has ended, so that nothing hides them",
-        "exposed transfer of data parallelism, at most as long as half of what is computed",
+        "as of buckets that are too large; by a trace alone the exposed transfer of data parallelism, at most as long "
+        "as half of what is computed",
         "reduce gradients in buckets while backward runs",
     ),
     "communication.buckets_too_large": Cause(
         "communication",
         "the end of backward waits for one last collective",
         "buckets of gradients are so large that most travel after backward",
-        "what the training thread waited for them",
+        "what the training thread waited for them, at most the time in which it did not and none was under way",
         "smaller buckets",
     ),
     "communication.buckets_too_small": Cause(
         "communication",
         "hundreds of small collectives a step",
         "what a call costs whatever its size fills the wire",
-        "what the training thread waited for them",
+        "what the training thread waited for them, at most what calls cost whatever their size",
         "larger buckets",
     ),
     "communication.chunks_too_few": Cause(
         "communication",
         "products stand while tensor parallelism communicates",
         "a collective of tensor parallelism is sent in too few pieces to travel beside products",
-        "what the training thread waited for them",
+        "what the training thread waited for them, at most the time in which it did not and none was under way",
         "more chunks",
     ),
     "communication.chunks_too_many": Cause(
         "communication",
         "the wire is busy with very small collectives of tensor parallelism",
         "each piece costs more than it hides",
-        "what the training thread waited for them",
+        "what the training thread waited for them, at most what calls cost whatever their size",
         "fewer chunks",
     ),
     "communication.too_much": Cause(
@@ -147,7 +148,7 @@ CAUSES: Mapping[str, Cause] = {
         "communication",
         "one group's collectives are slower than others of the same size",
         "bytes move slower than they do elsewhere, or at their own best",
-        "transfer above that of the reference",
+        "transfer above that of the reference; by the ranks' own records what is waited for it above what others wait",
         "look at the link between these ranks",
     ),
     "communication.slow_rank": Cause(
@@ -168,7 +169,8 @@ CAUSES: Mapping[str, Cause] = {
         "communication",
         "twice as many bytes travel as there are gradients in bf16",
         "gradients travel in fp32 although the model computes in 16 bits",
-        "half of the gradients' part of the exposed transfer of data parallelism",
+        "half of the time in which gradients move, at most what is waited for them; by a trace alone half of their "
+        "part of the exposed transfer of data parallelism",
         "reduce gradients in bf16",
     ),
     "pipeline.bubble": Cause(

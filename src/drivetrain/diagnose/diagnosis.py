@@ -18,6 +18,8 @@ LEAST_SHARE = 0.01
 _ORDER: tuple[Kind, ...] = ("not_in_effect", "setting", "loss", "withheld")
 EXPLAINS = 0.5
 """Part of a class's cost from which a finding that is part of it stands before it: it is the more telling one."""
+_GENERAL = frozenset({"communication.too_much"})
+"""Causes that say that a time is long, and not why: what explains half of it stands before them, as before a class."""
 
 
 @dataclass(frozen=True)
@@ -137,19 +139,21 @@ def diagnose(facts: Facts) -> Diagnosis:
 
 def _ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Kinds in their order; within one, known costs before unknown ones, the largest first. What explains most of a
-    class stands right before the class: it says more, and costs as much."""
-    classes = [finding for finding in findings if finding.part_of is None and finding.cost_ns is not None]
+    class, or of a finding that is no cause yet, stands right before it: it says more, and costs as much."""
+    wholes = [
+        (finding.part_of or finding.subject, finding.cost_ns)
+        for finding in findings
+        if finding.cost_ns is not None and (finding.part_of is None or finding.cause in _GENERAL)
+    ]
 
     def weight(finding: Finding) -> float:
         cost = finding.cost_ns if finding.cost_ns is not None else finding.share or 0.0
         if finding.part_of is None or finding.cost_ns is None:
             return cost
         explained = [
-            whole.cost_ns
-            for whole in classes
-            if whole.cost_ns is not None
-            and f"{whole.subject}.".startswith(f"{finding.part_of}.")
-            and finding.cost_ns >= EXPLAINS * whole.cost_ns
+            whole
+            for place, whole in wholes
+            if _one_in_the_other(place, finding.part_of) and finding.cost_ns >= EXPLAINS * whole
         ]
         return max([cost, *explained])
 
@@ -161,8 +165,14 @@ def _ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
                 one.cost_ns is None,
                 -weight(one),
                 one.part_of is None,
+                one.cause in _GENERAL,
                 -(one.cost_ns or 0.0),
                 one.subject,
             ),
         )
     )
+
+
+def _one_in_the_other(one: str, other: str) -> bool:
+    """Whether a class or group of the account holds the other, or is it."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from drivetrain.archive.collective_waits import RunCollectives
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.diagnose.run_figures import LEAST_STEPS, RunFigures
 from drivetrain.diagnose.trace_figures import TraceFigures
@@ -25,6 +26,7 @@ Need = Literal[
     "Python functions",
     "steps",
     "several ranks",
+    "collectives of ranks",
 ]
 """A kind of fact that a rule may need."""
 
@@ -38,6 +40,7 @@ NEEDS: Mapping[Need, str] = {
     "Python functions": "Python functions (with_stack=True; in our runs profiler.with_stack=true)",
     "steps": "steps (ProfilerStep marks, or work that repeats)",
     "several ranks": "traces of several ranks",
+    "collectives of ranks": "a run of several ranks that each wrote their collectives (monitor.log_rank_times=true)",
 }
 """Need → what it takes."""
 
@@ -67,6 +70,7 @@ class Facts:
         waits: synchronisation points of one rank; None where they were not looked for.
         waits_source: whose they are, in words.
         communication: what the run's summary says of its collectives; None where it says nothing.
+        collectives: what the run's ranks wrote of theirs; None where they did not.
         data_operations: operation of building batches → seconds a micro-batch, by the newest word of the run; empty
             where it says nothing.
         figures: what the run's files say beside; None for foreign traces.
@@ -86,6 +90,7 @@ class Facts:
     waits: Synchronisations | None = None
     waits_source: str = ""
     communication: Mapping[str, Any] | None = None
+    collectives: RunCollectives | None = None
     data_operations: Mapping[str, float] = field(default_factory=dict)
     figures: RunFigures | None = None
     trace: TraceFigures | None = None
@@ -105,6 +110,7 @@ class Facts:
             "Python functions": self.trace is not None and self.trace.has_python,
             "steps": self.mean.is_step,
             "several ranks": len(self.account.ranks) > 1,
+            "collectives of ranks": self.collectives is not None and self.collectives.steps > 0,
         }
         return None if there[need] else f"it needs {NEEDS[need]}"
 

@@ -19,6 +19,7 @@ class Matched:
         last: the rank that came last.
         wait_ns: by rank, from its turn to the last rank's.
         transfer_ns: by rank, from the last rank's turn to the completion.
+        exposed_ns: by rank, the part of the transfer in which the training thread stood waiting for this collective.
         error_ns: by how much the waits may be off, because clocks are.
     """
 
@@ -31,6 +32,7 @@ class Matched:
     last: int
     wait_ns: Mapping[int, int]
     transfer_ns: Mapping[int, int]
+    exposed_ns: Mapping[int, int]
     error_ns: int
 
 
@@ -89,10 +91,19 @@ def match(
                 transfer_ns={
                     rank: max(0, ends[rank] - arrived - waits[rank]) for rank, arrived in arrivals.items()
                 },
+                exposed_ns={
+                    rank: _waited_ns(flight, begins + waits[rank]) for rank, (flight, begins) in seen.items()
+                },
                 error_ns=max(offsets_ns[rank][1] + offsets_ns[last][1] for rank in ranks),
             )
         )
     return matched
+
+
+def _waited_ns(flight: FlightRecord, since_ns: int) -> int:
+    """For how long the training thread waited for a flight from a moment of its own clock to the flight's end."""
+    ends = flight.completed_ns or 0
+    return sum(max(0, min(end, ends) - max(start, since_ns)) for start, end in flight.blocked)
 
 
 def _numbers(members: Mapping[int, Mapping[str, Sequence[int]]]) -> dict[int, dict[str, int]]:

@@ -8,6 +8,9 @@ take longer than what they could hide under, and no size helps.
 The value to try is where the two costs are equal: with `a` seconds a call and `b` seconds a byte, `S` bytes in pieces
 of `s` leave about ``b s`` of the last piece exposed and cost ``a S / s`` for their calls; the sum is least at
 ``s = sqrt(S a / b)``. Without `a` and `b` (all pieces of one size) it is half, or twice, the present one.
+
+What is lost is no more than what another size could bring: where pieces are too large, the time in which nothing
+travelled though something could have; where they are too small, what calls cost whatever their size.
 """
 
 import math
@@ -19,6 +22,7 @@ from drivetrain.catalogue import catalogue
 from drivetrain.catalogue.entry import Knob, Optimisation
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Evidence, Finding, Remedy
+from drivetrain.diagnose.moving import moved_s
 from drivetrain.diagnose.remedies import remedies_for
 from drivetrain.diagnose.rule import Rule
 
@@ -49,7 +53,7 @@ class Pieces:
     Attributes:
         calls, bytes: of a step.
         wire_s: under way.
-        exposed_s: the training thread stood waiting.
+        exposed_s: the training thread stood waiting, and all ranks had come.
         room_s: it did not wait, and nothing was under way where something could have been.
         fixed_s_per_call, bytes_per_s: the line through sizes and times; None where there is none.
     """
@@ -112,7 +116,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     buckets = _buckets(facts, found)
     if buckets is not None:
         yield _of_buckets(facts, found, buckets)
-    chunks = _chunks(found)
+    chunks = _chunks(facts, found)
     if chunks is not None:
         yield from _of_chunks(facts, found, chunks)
 
@@ -125,17 +129,17 @@ def _buckets(facts: Facts, found: Mapping[str, Any]) -> Pieces | None:
         return None
     group = "dp_shard" if stage == 2 else "dp"
     kind = "reduce_scatter" if stage == 2 else "all_reduce"
-    return _pieces(found, group, kind, "backward_idle_s")
+    return _pieces(facts, found, group, kind, "backward_idle_s")
 
 
-def _chunks(found: Mapping[str, Any]) -> Pieces | None:
+def _chunks(facts: Facts, found: Mapping[str, Any]) -> Pieces | None:
     group = found["groups"].get("tp")
     kinds = {} if group is None else group["kinds"]
     largest = max(kinds, key=lambda kind: kinds[kind]["exposed_s"], default=None)
-    return None if largest is None else _pieces(found, "tp", largest, "idle_s")
+    return None if largest is None else _pieces(facts, found, "tp", largest, "idle_s")
 
 
-def _pieces(found: Mapping[str, Any], group: str, kind: str, room: str) -> Pieces | None:
+def _pieces(facts: Facts, found: Mapping[str, Any], group: str, kind: str, room: str) -> Pieces | None:
     figures = found["groups"].get(group, {})
     one = figures.get("kinds", {}).get(kind)
     if one is None or not one["calls"] or not one["bytes"] or figures[room] is None:
@@ -144,7 +148,7 @@ def _pieces(found: Mapping[str, Any], group: str, kind: str, room: str) -> Piece
         calls=one["calls"],
         bytes=one["bytes"],
         wire_s=one["wire_s"],
-        exposed_s=one["exposed_s"],
+        exposed_s=moved_s(facts, group, kind, one["exposed_s"]),
         room_s=figures[room],
         fixed_s_per_call=one["fixed_s_per_call"],
         bytes_per_s=one["bytes_per_s"],
@@ -215,6 +219,15 @@ def _of_chunks(facts: Facts, found: Mapping[str, Any], pieces: Pieces) -> Iterat
     )
 
 
+def _lost_s(pieces: Pieces, verdict: Verdict) -> float:
+    """Of what was waited for, the part that the cause makes."""
+    if verdict.kind == "too_large":
+        return min(pieces.exposed_s, pieces.room_s)
+    if verdict.kind == "too_small" and pieces.fixed_s_per_call is not None:
+        return min(pieces.exposed_s, pieces.calls * pieces.fixed_s_per_call)
+    return pieces.exposed_s
+
+
 def _share_of(pieces: Pieces, share: float) -> Pieces:
     """A part of what travelled, at the same cost of a call and of a byte."""
     return replace(
@@ -247,7 +260,7 @@ def _finding(
     entry: Optimisation,
     change: Mapping[str, Any],
 ) -> Finding:
-    share = pieces.exposed_s / found["step_s"]
+    share = _lost_s(pieces, verdict) / found["step_s"]
     cost = share * facts.mean.window_ns
     remedies: tuple[Remedy, ...]
     none: str | None
@@ -285,7 +298,7 @@ def _evidence(found: Mapping[str, Any], pieces: Pieces) -> Iterator[Evidence]:
         source,
     )
     yield Evidence(
-        f"computation stood waiting for them for {pieces.exposed_s * 1e3:,.1f} ms; none was under way for "
+        f"computation stood waiting for their bytes for {pieces.exposed_s * 1e3:,.1f} ms; none was under way for "
         f"{pieces.room_s * 1e3:,.1f} ms in which it did not wait",
         source,
     )

@@ -1,11 +1,18 @@
-"""Gradients that travel in fp32 although the model computes in 16 bits."""
+"""Gradients that travel in fp32 although the model computes in 16 bits.
 
-from collections.abc import Iterator
+A run that says itself how long its collectives were under way tells what half the bytes would bring: half of the time
+in which they move, as far as somebody waits for it. What is hidden now stays hidden, so that all of that half comes off
+what is waited for. An account alone knows what nothing hides, and half of that is the least that half the bytes bring.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from drivetrain.config import data_parallel_size
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Evidence, Finding
 from drivetrain.diagnose.loss import loss
+from drivetrain.diagnose.moving import moved_s
 from drivetrain.diagnose.remedies import remedies_against
 from drivetrain.diagnose.rule import Rule
 
@@ -26,10 +33,14 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         return
     if data_parallel_size(facts.config, facts.launch.world_size) == 1:
         return
+    stage = facts.config.parallelism.zero_stage
+    known = facts.communication
+    if known is not None and known.get("exposed_s") is not None and known["step_s"]:
+        yield from _of_flights(facts, known, stage)
+        return
     moved = sum(facts.mean.classes.get(f"communication.dp.{part}", 0.0) for part in ("transfer", "unsplit"))
     if not moved:
         return
-    stage = facts.config.parallelism.zero_stage
     cost = _HALF * _GRADIENTS[stage] * moved
     remedies, none, _ = remedies_against(facts, "communication.fp32_on_the_wire", cost)
     yield loss(
@@ -55,6 +66,49 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         no_remedy=none,
         part_of="communication.dp",
     )
+
+
+def _of_flights(facts: Facts, known: Mapping[str, Any], stage: int) -> Iterator[Finding]:
+    """By what the run says of its collectives, a part of a steady step without the profiler."""
+    assert facts.config is not None
+    kind = "all_reduce" if stage < 2 else "reduce_scatter"
+    found = {
+        name: group["kinds"][kind]
+        for name, group in known["groups"].items()
+        if name in ("dp", "dp_shard") and kind in group["kinds"]
+    }
+    waited = sum(moved_s(facts, name, kind, one["exposed_s"]) for name, one in found.items())
+    moving = sum(_moving_s(one) for one in found.values())
+    if not waited:
+        return
+    cost = min(waited, _HALF * moving) / known["step_s"] * facts.mean.window_ns
+    remedies, none, _ = remedies_against(facts, "communication.fp32_on_the_wire", cost)
+    yield loss(
+        facts,
+        "wide_gradients",
+        "communication.fp32_on_the_wire",
+        "precision.grad_reduce_dtype",
+        cost,
+        confidence="medium",
+        evidence=(
+            Evidence(
+                f"params_dtype is {facts.config.precision.params_dtype} and grad_reduce_dtype fp32; gradients move for "
+                f"{1e3 * moving:.3f} ms a step and are waited for for {1e3 * waited:.3f} ms",
+                f"configuration, and collectives of {known['steps']} steps without the profiler",
+                {"moving_s": moving, "exposed_s": waited},
+            ),
+        ),
+        remedies=remedies,
+        no_remedy=none,
+        part_of="communication",
+    )
+
+
+def _moving_s(kind: Mapping[str, Any]) -> float:
+    """For how long bytes move: without waiting for a rank, and without what a call costs whatever its size, where the
+    line through sizes and times tells them apart."""
+    under_way: float = kind["wire_s"]
+    return under_way if not kind["bytes_per_s"] else min(under_way, kind["bytes"] / kind["bytes_per_s"])
 
 
 RULE = Rule("wide_gradients", ("communication.fp32_on_the_wire",), ("configuration",), _detect)

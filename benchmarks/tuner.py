@@ -94,7 +94,7 @@ TINY = Size(
     1,
     2,
     (
-        *("--budget", "2m", "--gate-steps", "20", "--trial-steps", "4", "--trial-looks", "1"),
+        *("--budget", "1h", "--gate-steps", "20", "--trial-steps", "4", "--trial-looks", "1"),
         *("--knob-trials", "0", "--no-leave-one-out", "--only", "keep_freed_memory"),
     ),
     False,

@@ -36,8 +36,9 @@ def baseline(case: Case, *overrides: str):
 def test_all_configurations_of_a_case_can_be_run(case: Case) -> None:
     facts = LaunchFacts(world_size=case.ranks)
     rows = {"baseline": (), **case.hand_tuned, **case.rows}
+    limit = () if case.limit_over_peak is None else ("memory.device_memory_limit_bytes=1000000000",)
     for name, overrides in rows.items():
-        config = baseline(case, *(one.replace("{baked}", "/corpus") for one in overrides))
+        config = baseline(case, *limit, *(one.replace("{baked}", "/corpus") for one in overrides))
         assert violations(config, facts, all_rules()) == [], name
         assert config.training.global_batch_size == baseline(case).training.global_batch_size, name
     assert {entry(name).name for name in case.entries} == set(case.entries)

@@ -73,6 +73,23 @@ def test_a_program_that_is_not_there_is_named() -> None:
         Launcher.parse("no-such-launcher {command}").require_program()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-2m", "--launcher", "srun"], "has no place for the command"),
+        (["llama-2m", "--launcher", "no-such-launcher {command}"], "no program 'no-such-launcher'"),
+        (["--replay", "x", "--launcher", "srun {command}"], "drop --launcher"),
+    ],
+)
+def test_a_launcher_that_cannot_start_anything_is_refused_before_a_folder_is_made(
+    tiny: Tiny, arguments: list[str], message: str
+) -> None:
+    done = tiny.run("tune", *arguments)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert not (tiny.folder / "tunes").exists()
+
+
 # How processes ended.
 
 Launch = Callable[..., HowItEnded]
@@ -215,6 +232,7 @@ def test_runs_that_a_launcher_starts_end_as_runs_of_this_machine_do(tiny: Tiny) 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("only_labs_here")
 def test_a_tune_in_the_lab_keeps_its_launcher_and_goes_on_with_it(tiny: Tiny) -> None:
     labs = tiny.folder / "labs"
     reason = missing(labs)

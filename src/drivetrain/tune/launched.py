@@ -32,6 +32,8 @@ STOP = "stop"
 TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables without which processes would each train by themselves, or not find each other."""
 _LOOK_S = 0.2
+_SAVE_WITHIN_S = 60.0
+"""After which a command that was asked to end is killed: nobody else may be able to, from where the launcher was."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,7 +69,7 @@ class _Rank:
         self.folder = folder
         self.rank = int(os.environ.get("RANK", "0"))
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = False
+        self._asked_at: float | None = None
 
     def run(self, expected: int, directory: Path, command: Sequence[str]) -> int:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -111,7 +113,8 @@ class _Rank:
                 start_new_session=True,
                 preexec_fn=end_with_parent,  # noqa: PLW1509  one library call, loaded before the fork
             )
-        if self._asked:
+        if self._asked_at is not None:
+            # Between the handlers and the start.
             self._process.terminate()
         while True:
             try:
@@ -119,11 +122,15 @@ class _Rank:
             except subprocess.TimeoutExpired:
                 if (self.folder / STOP).exists():
                     self._pass_on(signal.SIGTERM, None)
+                if self._asked_at is not None and time.monotonic() - self._asked_at > _SAVE_WITHIN_S:
+                    self._process.kill()
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        if not self._asked and self._process is not None and self._process.returncode is None:
+        if self._asked_at is not None:
+            return
+        self._asked_at = time.monotonic()
+        if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
-        self._asked = True
 
     def _ended(self, code: int, *, memory_kill: bool = False, fault: str | None = None) -> int:
         ended: dict[str, Any] = {

@@ -6,7 +6,6 @@ from test_diagnosis import MS, account, config_with
 from drivetrain.archive.collective_waits import RunCollectives
 from drivetrain.config import LaunchFacts
 from drivetrain.diagnose import Facts, Finding, diagnose
-from drivetrain.diagnose.run_figures import RunFigures
 from drivetrain.measure.collective_waits import Matched
 
 STEPS = 10
@@ -41,12 +40,9 @@ def collectives(
 
 
 def found(*groups: list[Matched]) -> list[Finding]:
-    """Of a run whose steady step lasts 50 ms, and the mean step of its account 100 ms."""
-    figures = RunFigures(steady_steps=STEPS, means={"time/step_s": 0.05})
+    """Of a run with a mean step of 100 ms."""
     known = RunCollectives(STEPS, [one for group in groups for one in group])
-    facts = Facts(
-        account(), "a run", config_with(), LaunchFacts(world_size=4), figures=figures, collectives=known
-    )
+    facts = Facts(account(), "a run", config_with(), LaunchFacts(world_size=4), collectives=known)
     return [one for one in diagnose(facts).findings if one.rule == "slow_groups"]
 
 
@@ -54,8 +50,7 @@ def test_a_group_that_is_slower_than_its_like_costs_what_it_is_waited_for_longer
     (one,) = found(collectives("dp", (0, 2), 2.0), collectives("dp", (1, 3), 12.0))
     assert one.cause == "communication.slow_link"
     assert one.subject == "links between ranks 1, 3"
-    # 10 ms of a step of 50 ms, in a mean step of 100 ms.
-    assert one.cost_ns == pytest.approx(20 * MS)
+    assert one.cost_ns == pytest.approx(10 * MS)
     assert "8 MB between ranks 1, 3 takes 12.000 ms, between others 2.000 ms" in one.evidence[0].text
     assert one.evidence[0].ranks == (1, 3)
 
@@ -65,7 +60,7 @@ def test_the_rank_that_all_slow_groups_share_is_named_and_waits_for_all_of_them(
     groups += [collectives("tp", (0, 1), 1.0), collectives("tp", (2, 3), 6.0)]
     (one,) = found(*groups)
     assert one.subject == "link of rank 3"
-    assert one.cost_ns == pytest.approx(30 * MS)
+    assert one.cost_ns == pytest.approx(15 * MS)
     assert len(one.evidence) == 2
 
 

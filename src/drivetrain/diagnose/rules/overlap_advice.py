@@ -260,8 +260,9 @@ def _finding(
     entry: Optimisation,
     change: Mapping[str, Any],
 ) -> Finding:
-    share = _lost_s(pieces, verdict) / found["step_s"]
-    cost = share * facts.mean.window_ns
+    # As it was without the profiler, which makes no wire slower.
+    cost = 1e9 * _lost_s(pieces, verdict)
+    share = facts.share_of(cost)
     remedies: tuple[Remedy, ...]
     none: str | None
     if verdict.kind == "too_much" or not change:

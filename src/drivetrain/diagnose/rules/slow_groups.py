@@ -50,20 +50,17 @@ class _Slow:
 
 
 def _detect(facts: Facts) -> Iterator[Finding]:
-    known, figures = facts.collectives, facts.figures
+    known = facts.collectives
     assert known is not None
-    assert figures is not None
     slow = _slow_groups(known.matched, known.steps)
-    step_s = figures.means.get("time/step_s")
-    if not slow or not step_s:
+    if not slow:
         return
     excess: dict[int, float] = defaultdict(float)
     for one in slow:
         for rank, ns in one.excess_ns.items():
             excess[rank] += ns
     # What one rank waits for comes on top of each other; ranks wait side by side.
-    worst = max(excess.values())
-    cost = worst / 1e9 / step_s * facts.mean.window_ns
+    cost = max(excess.values())
     if cost <= 0:
         return
     shared = sorted(set.intersection(*(set(one.ranks) for one in slow)))
@@ -123,4 +120,4 @@ def _slow_groups(matched: Sequence[Matched], steps: int) -> list[_Slow]:
     return found
 
 
-RULE = Rule("slow_groups", (_CAUSE,), ("collectives of ranks", "logged steps"), _detect)
+RULE = Rule("slow_groups", (_CAUSE,), ("collectives of ranks",), _detect)

@@ -8,6 +8,7 @@ import pytest
 
 from drivetrain.catalogue import Knob, Optimisation, catalogue, entry, entry_of_field
 from drivetrain.catalogue.rules import all_rules, rules_of
+from drivetrain.catalogue.time_models import facts_of_account, mean_step
 from drivetrain.config import (
     BASIC_RULES,
     LaunchFacts,
@@ -21,7 +22,7 @@ from drivetrain.config import (
 )
 from drivetrain.errors import DrivetrainError
 from drivetrain.measure.account import Account, RankAccount, StepAccount, Window
-from drivetrain.measure.optimisation import Count, HostMemory, Observation
+from drivetrain.measure.optimisation import Count, HostMemory, NoPrediction, Observation
 
 TWO = LaunchFacts(world_size=2)
 # What an entry needs that has nothing to do on two ranks of a machine.
@@ -298,16 +299,24 @@ def account_of(window_ns: int, classes: dict[str, int]) -> Account:
     return Account(health=(), ranks=(RankAccount(rank=0, view="host", whole=window, steps=(step,)),))
 
 
-def test_workers_are_expected_to_hide_all_waiting_for_batches_at_most() -> None:
-    predict = entry("data_workers").predict
-    assert predict is not None
-    account = account_of(100, {"compute.matmul": 70, "data.loader": 20})
-    prediction = predict(account, config_with({"data.num_workers": 0}))
-    assert prediction is not None
-    assert prediction.ratio == pytest.approx(100 / 80)
-    assert "upper bound" in prediction.rule
-    assert predict(account, config_with({"data.num_workers": 1})) is None, "nothing is left to switch on"
-    assert predict(account_of(20, {"data.loader": 20}), config_with({"data.num_workers": 0})) is None
+@pytest.mark.parametrize("one", catalogue(), ids=lambda one: one.name)
+def test_each_entry_predicts_the_gain_of_its_move_or_says_why_not(one: Optimisation) -> None:
+    model, facts = MODELS.get(one.name, []), FACTS.get(one.name, TWO)
+    before = config_with(one.off(BASE), *model)
+    after = config_with(one.on(before, facts) or {}, *model)
+    some = account_of(100, {"compute.matmul": 40, "data.loader": 20, "communication.dp.transfer": 10})
+    found = one.expects(facts_of_account(some, before, facts), after)
+    if isinstance(found, NoPrediction):
+        assert found.why
+    else:
+        treated = mean_step(some)
+        assert treated is not None
+        assert found.ratio <= 100 / (100 - treated.ns_of(one.treats))
+        assert found.rule
+    if one.time_model is None:
+        assert found == NoPrediction(one.no_prediction)
+    else:
+        assert isinstance(one.expects(None, after), NoPrediction)
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:

@@ -17,6 +17,7 @@ from drivetrain.config import LaunchFacts, RunConfig, differing_leaves, load_con
 from drivetrain.errors import ConfigurationError
 from drivetrain.measure.account import Account, RankAccount, StepAccount, Window
 from drivetrain.measure.flops import model_flops
+from drivetrain.measure.optimisation import NoPrediction
 
 ALONE = Setting(LaunchFacts())
 LIMIT = "memory.device_memory_limit_bytes=1000000000"
@@ -242,4 +243,5 @@ def test_ranks_that_share_a_model_have_no_prediction() -> None:
     shared = config("parallelism.tensor_model_parallel_size=2")
     later = after(shared, {"training.micro_batch_size": 8})
     facts = LaunchFacts(world_size=2)
-    assert predict_larger_batch(account_of(CLASSES), shared, later, facts, NOTHING, NOTHING) is None
+    found = predict_larger_batch(account_of(CLASSES), shared, later, facts, NOTHING, NOTHING)
+    assert found == NoPrediction("ranks share a model: what they wait for each other depends on the schedule")

@@ -42,6 +42,7 @@ def test_each_step_is_a_row_with_its_figures_and_its_verdict() -> None:
         "data.loader",
         "1.333x",
         "1.321x [1.302, 1.339]",
+        "4%",
         "+112.00 MB",
         "exact: pass",
         "kept",
@@ -49,6 +50,9 @@ def test_each_step_is_a_row_with_its_figures_and_its_verdict() -> None:
     assert len(rows[0].cells) == len(LADDER_HEADINGS)
     assert rows[4].change == "training.micro_batch_size=64 optimizer.lr=0.006"
     assert rows[4].measured == "-"
+    assert rows[0].predicted_why == "the loader's class vanishes"
+    assert (rows[1].predicted, rows[1].error) == ("-", "-")
+    assert rows[1].predicted_why == "not predicted: shapes were not recorded"
     assert rows[0].gate_why == "20 steps equal to the bit"
     assert rows[3].gate_why == "", "the verdict's own reason says it"
 
@@ -73,7 +77,7 @@ def test_what_became_of_a_trial_is_one_word(step: dict[str, Any], word: str) -> 
 
 def test_a_step_that_is_still_written_is_dashes_and_no_figure() -> None:
     (row,) = ladder_rows([{"change": {"fusion.compile": True}}])
-    assert row.cells == ("1", "fusion.compile=true", "-", "-", "-", "-", "-", "not finished")
+    assert row.cells == ("1", "fusion.compile=true", "-", "-", "-", "-", "-", "-", "not finished")
 
 
 def test_taking_a_change_away_has_words_of_its_own() -> None:

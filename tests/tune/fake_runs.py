@@ -161,7 +161,7 @@ class FakeRunner:
             "config_hash": "0",
             "layout": {"world_size": 1},
             "provenance": {},
-            "devices": {},
+            "devices": {"type": "cpu", "name": "none that was ever measured"},
             "dataset": {},
             "seed": 1,
         }

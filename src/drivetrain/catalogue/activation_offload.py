@@ -62,6 +62,7 @@ ENTRY = Optimisation(
     treats=(),
     relieves=("activations",),
     evidence=_evidence,
+    no_prediction=("at what rate device and host memory exchange data is not among the measured ceilings"),
     requires=(
         Rule(
             "offloaded-layers-exist",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.update import BACKGROUND_SAVE
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -62,6 +63,7 @@ ENTRY = Optimisation(
     treats=("maintenance.checkpoint",),
     cures=("maintenance.checkpoint_too_often",),
     evidence=_evidence,
+    time_model=BACKGROUND_SAVE,
     applies=_applies,
     evidence_rule=(
         "shown: a checkpoint was saved in the window by a copy to host memory; absent: one was saved without; unknown: "

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.waiting import BAKED_TRANSFORM
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.config.blend import BAKED, baked_with, with_prefixes
 from drivetrain.measure.account import Account
@@ -74,6 +75,7 @@ ENTRY = Optimisation(
     # All of it is the host's.
     device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
+    time_model=BAKED_TRANSFORM,
     applies=_applies,
     evidence_rule=(
         "shown: batches of the window were read from a corpus that holds the transform's result; absent: batches were "

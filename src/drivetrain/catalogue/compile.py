@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
 from drivetrain.catalogue.operators import calls_by_backend
+from drivetrain.catalogue.time_models.activations import COMPILED
 from drivetrain.config import LaunchFacts, RunConfig, operator_fields
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -62,6 +63,7 @@ ENTRY = Optimisation(
     ),
     cures=("host.launch_bound", "kernels.unfused_operators", "host.launch", "kernels.memory_bound_operators"),
     evidence=_evidence,
+    time_model=COMPILED,
     capability="compile",
     evidence_rule=(
         "shown: calls of compiled graphs in the window, more than operators with the backend inductor account for; "

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Knob, Optimisation
+from drivetrain.catalogue.time_models.waiting import BUILDERS
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
-from drivetrain.measure.optimisation import Evidence, Observation, Prediction
+from drivetrain.measure.optimisation import Evidence, Observation
 
 __all__ = ["ENTRY"]
 
@@ -26,21 +27,6 @@ def _evidence(_config: RunConfig, seen: Observation, _account: Account | None) -
     if "drivetrain/fetch" in seen.ranges:
         return Evidence("absent", "batches were fetched, and none from a worker process")
     return Evidence("unknown", "no batch was fetched in the window")
-
-
-def _predict(account: Account, config: RunConfig) -> Prediction | None:
-    """All waiting for batches disappears behind compute: what is left of the step can only be less than that."""
-    if config.data.num_workers:
-        return None
-    windows = [step.window for rank in account.ranks for step in rank.steady_steps]
-    wall_ns = sum(window.window_ns for window in windows)
-    loader_ns = sum(window.group_ns("data.loader") for window in windows)
-    if loader_ns >= wall_ns:
-        return None
-    return Prediction(
-        wall_ns / (wall_ns - loader_ns),
-        "upper bound: the time of data.loader disappears behind compute, and the workers take no core away from it",
-    )
 
 
 ENTRY = Optimisation(
@@ -67,7 +53,7 @@ ENTRY = Optimisation(
         Knob("data.num_workers", 1, 16, whole=True, scale="log"),
         Knob("data.prefetch_factor", 1, 16, whole=True, scale="log"),
     ),
-    predict=_predict,
+    time_model=BUILDERS,
     evidence_rule=(
         "shown: batches fetched from worker processes in the window; absent: batches fetched, none from a worker"
     ),

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.data_parallelism import no_other_rank, overlap_in_words
 from drivetrain.catalogue.entry import Knob, Optimisation
+from drivetrain.catalogue.time_models.communication import BUCKETS
 from drivetrain.config import LaunchFacts, RunConfig, data_parallel_size
 from drivetrain.config.layout import model_ranks
 from drivetrain.measure.account import Account
@@ -103,6 +104,7 @@ ENTRY = Optimisation(
     treats=("communication",),
     cures=("communication.serial",),
     evidence=_evidence,
+    time_model=BUCKETS,
     applies=_applies,
     knobs=(Knob(_FIELD, 0.1, 200.0, scale="log"),),
     evidence_rule=(

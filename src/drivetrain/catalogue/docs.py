@@ -30,6 +30,10 @@ profiled window it holds the evidence: *shown*, *absent*, or *unknown* where the
 **Numerics** says what the optimisation may do to the numbers, and so which gate it must pass: *exact*, the same bits;
 *round-off*, another order or rounding of the same arithmetic; *statistical*, another arithmetic, whose training must be
 as good. **Treats** are the classes of the account (`docs/account.md`) whose time it can reduce.
+
+**Expected gain** is the model by which a gain is predicted from the account of a profiled run before it is tried, or
+why there is none; how far predictions were from trials, `drivetrain catalogue --scores TUNES` says
+([tune.md](tune.md#predictions)).
 """
 
 
@@ -71,7 +75,10 @@ def _section(one: Optimisation) -> Iterator[str]:
     if one.capability is not None:
         yield f"* Needs the capability `{one.capability}` (`drivetrain doctor`)."
     yield f"* Evidence: {one.evidence_rule}."
-    yield f"* Expected gain: {'computed from the account' if one.predict is not None else 'no model of it yet'}."
+    if one.time_model is not None:
+        yield f"* Expected gain: {one.time_model.rule}."
+    else:
+        yield f"* Expected gain: none is predicted: {one.no_prediction}."
     yield f"* Sources: {'; '.join(one.sources)}.\n"
 
 

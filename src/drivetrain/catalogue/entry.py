@@ -6,9 +6,10 @@ from typing import Any
 
 from drivetrain.catalogue.knob import Knob
 from drivetrain.catalogue.move import Move, Numerics
+from drivetrain.catalogue.time_models import TimeFacts, TimeModel
 from drivetrain.config import LaunchFacts, Rule, RunConfig, leaves
 from drivetrain.measure.account import Account
-from drivetrain.measure.optimisation import Evidence, Observation, Prediction
+from drivetrain.measure.optimisation import Evidence, NoPrediction, Observation, Prediction
 
 __all__ = ["Knob", "Numerics", "Optimisation"]
 
@@ -42,7 +43,8 @@ class Optimisation:
         capability: one of ``engine/capabilities.py``'s names that it needs; None: none.
         device_bytes: change of a device's peak memory by the move that switches it on; None: there is no model of it,
             or (from the function) it depends on what is not known.
-        predict: expected gain; None where there is no model of it.
+        time_model: computes the expected gain; None where there is no model of it.
+        no_prediction: why there is none, in words.
         effective: what its leaf comes to where another leaf may decide for it (a level); None: the leaf's own value.
         evidence_rule: what ``evidence`` goes by, in words, for the documentation.
     """
@@ -69,9 +71,23 @@ class Optimisation:
     conflicts: tuple[str, ...] = ()
     capability: str | None = None
     device_bytes: Callable[[RunConfig, LaunchFacts], int | None] | None = None
-    predict: Callable[[Account, RunConfig], Prediction | None] | None = None
+    time_model: TimeModel | None = None
+    no_prediction: str = "there is no model of it yet"
     effective: Callable[[RunConfig], object] | None = None
     evidence_rule: str = ""
+
+    def expects(self, facts: TimeFacts | None, after: RunConfig) -> Prediction | NoPrediction:
+        """What it is expected to gain.
+
+        Args:
+            facts: of the configuration that was profiled; None: nothing is known of it.
+            after: that configuration after a change of leaves that are this entry's.
+        """
+        if self.time_model is None:
+            return NoPrediction(self.no_prediction)
+        if facts is None:
+            return NoPrediction("nothing was profiled")
+        return self.time_model.predict(facts, after)
 
     def value(self, config: RunConfig) -> object:
         """The value of its leaf."""
@@ -125,4 +141,6 @@ class Optimisation:
             "conflicts": list(self.conflicts),
             "capability": self.capability,
             "evidence_rule": self.evidence_rule,
+            "expected_gain": None if self.time_model is None else self.time_model.rule,
+            "no_prediction": self.no_prediction if self.time_model is None else None,
         }

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
 from drivetrain.catalogue.product_dtypes import evidence_of_products
+from drivetrain.catalogue.time_models.products import SIXTEEN_BITS
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.config.leaves import leaves
 from drivetrain.config.precision_rules import given_scaling
@@ -54,6 +55,7 @@ ENTRY = Optimisation(
     ),
     cures=("kernels.wrong_precision",),
     evidence=_evidence,
+    time_model=SIXTEEN_BITS,
     conflicts=("bf16",),
     capability="fp16_native",
     evidence_rule=(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.update import FUSED_UPDATE
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -49,6 +50,7 @@ ENTRY = Optimisation(
     treats=("compute.optimizer", "host.launch", "host.python"),
     cures=("kernels.optimizer_update",),
     evidence=_evidence,
+    time_model=FUSED_UPDATE,
     capability="fused_adamw",
     evidence_rule="shown: the operator aten::_fused_adamw_ in the window; absent: updates without it",
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
 from drivetrain.catalogue.operators import calls_by_backend, evidence_of_regions
+from drivetrain.catalogue.time_models.activations import FUSED_OPERATORS
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.config.fusion import LEVELS, OFF
 from drivetrain.measure.account import Account
@@ -47,6 +48,7 @@ ENTRY = Optimisation(
     ),
     cures=("host.launch_bound", "kernels.unfused_operators", "host.launch", "kernels.memory_bound_operators"),
     evidence=_evidence,
+    time_model=FUSED_OPERATORS,
     evidence_rule=(
         "shown: regions of at least one of the level's operators in the window; absent: forward passes without any; "
         "unknown inside code of torch.compile, which opens none, and in a pipeline, where another stage may have them"

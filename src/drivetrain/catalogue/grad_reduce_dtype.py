@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.data_parallelism import TRANSFERS, no_other_rank
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.communication import NARROW_GRADIENTS
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -53,6 +54,7 @@ ENTRY = Optimisation(
     relieves=("communication",),
     cures=("communication.fp32_on_the_wire", "communication.too_much"),
     evidence=_evidence,
+    time_model=NARROW_GRADIENTS,
     applies=no_other_rank,
     evidence_rule=(
         "shown: gradients were packed in bf16 in the window; absent: steps were recorded in which none were. How far "

@@ -79,6 +79,9 @@ ENTRY = Optimisation(
     treats=("communication",),
     cures=("communication.too_much",),
     evidence=_evidence,
+    no_prediction=(
+        "rates of links inside and between machines are not kept with a run: `drivetrain bench comm` prints them"
+    ),
     applies=_applies,
     evidence_rule="shown: ranges drivetrain/levels/... are recorded, in which such collectives begin; absent: none is",
 )

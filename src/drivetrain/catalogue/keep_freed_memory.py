@@ -58,6 +58,7 @@ ENTRY = Optimisation(
         "compute.copy_cast",
     ),
     evidence=_evidence,
+    no_prediction=("what a page fault costs is not among the measured ceilings of this machine"),
     applies=_applies,
     capability="glibc_malloc",
     evidence_rule=(

@@ -23,7 +23,7 @@ from drivetrain.config.serialise import differing_leaves
 from drivetrain.errors import ConfigurationError
 from drivetrain.measure.account import Account
 from drivetrain.measure.flops import model_flops
-from drivetrain.measure.optimisation import Prediction
+from drivetrain.measure.optimisation import NoPrediction, Prediction
 
 __all__ = [
     "BATCH_LEAVES",
@@ -195,15 +195,17 @@ def predict_larger_batch(
     facts: LaunchFacts,
     needs: StepEstimate,
     needs_after: StepEstimate,
-) -> Prediction | None:
+) -> Prediction | NoPrediction:
     """Tokens/s after over before, from what the steps of ``account`` pay once, once a micro-batch, and by the token.
 
-    None where ranks share a model: what they wait for each other depends on the schedule.
+    None where ranks share a model.
     """
     windows = [step.window for rank in account.ranks for step in rank.steady_steps]
     wall_ns = sum(window.window_ns for window in windows) / max(1, len(windows))
-    if not wall_ns or model_ranks(before) > 1:
-        return None
+    if not wall_ns:
+        return NoPrediction("the account has no steps")
+    if model_ranks(before) > 1:
+        return NoPrediction("ranks share a model: what they wait for each other depends on the schedule")
 
     def mean(*names: str) -> float:
         return sum(window.group_ns(name) for window in windows for name in names) / len(windows)
@@ -217,7 +219,7 @@ def predict_larger_batch(
     by_token = wall_ns - once - by_pass - repeated
     products = mean("compute") - update
     if products <= 0:
-        return None
+        return NoPrediction("the profiled steps show no computation but the update")
     ranks = data_parallel_size(before, facts.world_size)
     tokens = tokens_per_step(before) // ranks
     flops = model_flops(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
-from drivetrain.measure.optimisation import Prediction
+from drivetrain.measure.optimisation import NoPrediction, Prediction
 
 __all__ = ["LearningRateRule", "Move", "Numerics", "Setting", "StepEstimate"]
 
@@ -78,5 +78,5 @@ class Move:
     proposes: Callable[[RunConfig, Setting], Sequence[Mapping[str, Any]]]
     describes: Callable[[RunConfig, RunConfig], str | None]
     predict: Callable[
-        [Account, RunConfig, RunConfig, LaunchFacts, StepEstimate, StepEstimate], Prediction | None
+        [Account, RunConfig, RunConfig, LaunchFacts, StepEstimate, StepEstimate], Prediction | NoPrediction
     ]

@@ -53,6 +53,10 @@ def operator_entry(
         treats=treats,
         relieves=relieves,
         evidence=evidence,
+        no_prediction=(
+            "a trace does not tell its work from that of other operators of its class, and what a backend of it takes "
+            "`drivetrain ops tune` measures (fusion_level has a model of all operators together)"
+        ),
         applies=applies,
         effective=lambda config: chosen_backend(config.fusion, name),
         evidence_rule=(

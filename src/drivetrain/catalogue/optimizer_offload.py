@@ -40,6 +40,7 @@ ENTRY = Optimisation(
     treats=(),
     relieves=("optimizer",),
     evidence=_evidence,
+    no_prediction=("at what rate device and host memory exchange data is not among the measured ceilings"),
     evidence_rule=(
         "shown: updates with states that visit the device were recorded in the window; absent: steps without any. What "
         "travels, and how long it was waited for, are the metrics `offload/moved_bytes` and `offload/exposed_s`"

@@ -74,6 +74,7 @@ ENTRY = Optimisation(
     treats=(),
     relieves=("optimizer",),
     evidence=_evidence,
+    no_prediction=("what rounding at random costs is not measured; the bytes that it saves are few"),
     conflicts=("optimizer_offload",),
     requires=(
         Rule(

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.data_parallelism import no_other_rank, overlap_in_words
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.communication import PARAMETER_GATHER
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -60,6 +61,7 @@ ENTRY = Optimisation(
     treats=("communication",),
     cures=("communication.serial",),
     evidence=_evidence,
+    time_model=PARAMETER_GATHER,
     applies=_applies,
     evidence_rule=(
         "shown: parts of the model waited for their own parameters in the window; absent: all parameters were waited "

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.waiting import PACKED
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -48,5 +49,6 @@ ENTRY = Optimisation(
     # All of it is the host's.
     device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
+    time_model=PACKED,
     evidence_rule="shown: batches of packed documents were fetched in the window; absent: batches, none of them packed",
 )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.catalogue.entry import Knob, Optimisation
+from drivetrain.catalogue.time_models.waiting import BUILDERS
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -51,6 +52,7 @@ ENTRY = Optimisation(
     # All of it is the host's.
     device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
+    time_model=BUILDERS,
     applies=_applies,
     knobs=(Knob(_FIELD, 1, 64, whole=True, scale="log"),),
     evidence_rule="shown: batches of the window came from the thread; absent: batches were fetched, none from it",

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.data_parallelism import no_other_rank, overlap_in_words
 from drivetrain.catalogue.entry import Knob, Optimisation
+from drivetrain.catalogue.time_models.communication import PREFETCH
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -64,6 +65,7 @@ ENTRY = Optimisation(
     treats=("communication",),
     cures=("communication.serial",),
     evidence=_evidence,
+    time_model=PREFETCH,
     applies=_applies,
     knobs=(Knob(_FIELD, 1, 8, whole=True),),
     evidence_rule=(

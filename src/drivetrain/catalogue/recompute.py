@@ -13,6 +13,7 @@ from drivetrain.catalogue.larger_batch import (
     why_no_larger_batch,
 )
 from drivetrain.catalogue.move import Move, Setting
+from drivetrain.catalogue.time_models.repeating import REPEATED_FORWARD
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.config.stages import ZERO_BUBBLE
 from drivetrain.measure.account import Account
@@ -127,6 +128,7 @@ ENTRY = Optimisation(
     # A larger batch without recompute comes first, so that what that brings is not laid at recompute's door.
     moves=(LARGER_BATCH, RECOMPUTE_LARGER_BATCH),
     evidence=_evidence,
+    time_model=REPEATED_FORWARD,
     evidence_rule=(
         "shown: regions of repeated forward passes in the window; absent: forward passes without any; unknown where a "
         "budget may have left nothing to repeat"

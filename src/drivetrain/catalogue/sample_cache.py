@@ -46,6 +46,9 @@ ENTRY = Optimisation(
     # All of it is the host's.
     device_bytes=lambda _config, _facts: 0,
     evidence=_evidence,
+    no_prediction=(
+        "how many sequences are read a second time, and what reading them from disk takes, is not known ahead"
+    ),
     evidence_rule=(
         "shown: batches of the window held sequences from the cache; absent: batches were fetched without one; "
         "unknown: they were built for the first time, and kept"

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.data_parallelism import overlap_in_words
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.communication import ASYNC_GRADIENTS
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -55,6 +56,7 @@ ENTRY = Optimisation(
     numerics="exact",
     treats=("communication",),
     evidence=_evidence,
+    time_model=ASYNC_GRADIENTS,
     applies=_applies,
     evidence_rule=(
         f"shown: regions `{_SPAN}<kind>` in the window, one for each collective; absent: forward passes without any"

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.data_parallelism import overlap_in_words
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.communication import CHUNKS
 from drivetrain.config import LaunchFacts, Rule, RunConfig
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
@@ -76,6 +77,7 @@ ENTRY = Optimisation(
     numerics="round-off",
     treats=("communication",),
     evidence=_evidence,
+    time_model=CHUNKS,
     applies=_applies,
     requires=(
         Rule(

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.catalogue.data_parallelism import overlap_in_words
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models.communication import FUSED_CALLS
 from drivetrain.config import LaunchFacts, Rule, RunConfig
 from drivetrain.config.hosts import crossing_groups, ranks_per_host
 from drivetrain.config.layout import is_order, layout_of, model_ranks, stage_plan
@@ -112,6 +113,7 @@ ENTRY = Optimisation(
     numerics="round-off",
     treats=("communication",),
     evidence=_evidence,
+    time_model=FUSED_CALLS,
     applies=_applies,
     requires=(
         Rule(

@@ -273,6 +273,9 @@ def _show(tune: Tune) -> None:
         print_table(table)
         for row in rows:
             print(f"{row.index:>2}  {row.why}" if row.why else f"{row.index:>2}")
+            if row.predicted_why:
+                said = "" if row.predicted_why.startswith("not predicted") else "predicted: "
+                print(f"    {said}{row.predicted_why}")
     print()
     for label, text in totals(document):
         print(f"{label:<42} {text}")

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from drivetrain.archive.collective_waits import RunCollectives
+from drivetrain.catalogue.time_models import TimeFacts
 from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.diagnose.run_figures import LEAST_STEPS, RunFigures
 from drivetrain.diagnose.trace_figures import TraceFigures
@@ -78,6 +79,7 @@ class Facts:
         device: the peaks' name of the device that work ran on; None where unknown.
         achievable_flops: sustained matrix products of a device in FLOP/s; None where unknown.
         achievable_dtype: that they were in.
+        time: what models of time may look at; None: account, configuration and summary alone.
     """
 
     account: Account
@@ -97,6 +99,7 @@ class Facts:
     device: str | None = None
     achievable_flops: float | None = None
     achievable_dtype: str = "bf16"
+    time: TimeFacts | None = None
 
     def missing(self, need: Need) -> str | None:
         """Why a kind of fact is not there; None: it is."""

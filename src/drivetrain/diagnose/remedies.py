@@ -6,8 +6,11 @@ from typing import Any
 
 from drivetrain.catalogue import catalogue, entry, entry_of_field
 from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.time_models import TimeFacts
+from drivetrain.config import LaunchFacts, RunConfig
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Remedy
+from drivetrain.measure.optimisation import Prediction
 
 __all__ = [
     "UNKNOWN_SETTINGS",
@@ -93,13 +96,16 @@ def _predicted(facts: Facts, remedy: Remedy, one: Optimisation) -> Remedy:
     if facts.config is None or facts.launch is None:
         return remedy
     price = None if one.device_bytes is None else one.device_bytes(facts.config, facts.launch)
-    prediction = None if one.predict is None else one.predict(facts.account, facts.config)
+    assert remedy.change is not None
+    found = one.expects(_time_facts(facts, facts.config, facts.launch), _after(facts.config, remedy.change))
+    # What carries loss is counted by no finding's cost.
+    prediction = found if isinstance(found, Prediction) and found.of == "tokens_per_second" else None
     if prediction is not None and prediction.memory_bytes is not None:
         price = prediction.memory_bytes
     if prediction is not None and remedy.ratio is not None and prediction.ratio > remedy.ratio:
         # The entry speaks of the whole account: of a finding that is a part of a class it can gain the part alone.
         rule = f"{prediction.rule}; no more than the cost of this finding"
-        prediction = replace(prediction, ratio=remedy.ratio, rule=rule)
+        prediction = replace(prediction, ratio=remedy.ratio, rule=rule, low=None, high=None)
     return Remedy(
         remedy.name,
         remedy.field,
@@ -111,6 +117,28 @@ def _predicted(facts: Facts, remedy: Remedy, one: Optimisation) -> Remedy:
         None if prediction is None else prediction.rule,
         price,
     )
+
+
+def _time_facts(facts: Facts, config: RunConfig, launch: LaunchFacts) -> TimeFacts:
+    """What models of time may look at, of what a diagnosis knows."""
+    if facts.time is not None:
+        return facts.time
+    return TimeFacts(
+        facts.account,
+        config,
+        launch,
+        communication=facts.communication,
+        data_operations=facts.data_operations,
+    )
+
+
+def _after(config: RunConfig, change: Mapping[str, Any]) -> RunConfig:
+    """A configuration after a change that an entry proposes, whose values are legal."""
+    document = config.model_dump()
+    for path, value in change.items():
+        section, _, name = path.partition(".")
+        document[section][name] = value
+    return RunConfig.model_validate(document)
 
 
 def setting_remedy(

@@ -17,6 +17,7 @@ __all__ = [
     "Evidence",
     "EvidenceKind",
     "HostMemory",
+    "NoPrediction",
     "Observation",
     "OptimisationRecord",
     "Prediction",
@@ -91,6 +92,25 @@ class Prediction:
     """How it was computed."""
     memory_bytes: int | None = None
     """Change of the peak; None: not predicted."""
+    low: float | None = None
+    """The ratio at the unfavourable end of what the model leaves open; None: its model has no range."""
+    high: float | None = None
+    """The ratio at the favourable end."""
+    of: Literal["tokens_per_second", "effective_tokens"] = "tokens_per_second"
+    """What becomes more by it: tokens processed, or those that carry loss."""
+
+    def __post_init__(self) -> None:
+        assert (self.low is None) == (self.high is None)
+        assert 0 < (self.ratio if self.low is None else self.low) <= self.ratio
+        assert self.high is None or self.ratio <= self.high
+
+
+@dataclass(frozen=True)
+class NoPrediction:
+    """That nothing is expected of a change, because nothing honest can be."""
+
+    why: str
+    """What is missing, in words: a fact, a measurement, or a model."""
 
 
 @dataclass(frozen=True)

@@ -152,14 +152,15 @@ def _table(rows: tuple[LadderRow, ...]) -> Table:
         return [
             Cell(row.index, "muted"),
             Cell(row.change, note="; ".join(below), code=True, whole=True),
-            Cell(row.predicted),
+            Cell(row.predicted, note=row.predicted_why),
             Cell(row.measured),
+            Cell(row.error),
             Cell(row.memory),
             Cell(row.gate, _gate_tone(row.gate), row.gate_why),
             Cell(row.verdict, row.tone, row.why),
         ]
 
-    return Table(_HEADINGS, [cells(row) for row in rows], frozenset({2, 3, 4}))
+    return Table(_HEADINGS, [cells(row) for row in rows], frozenset({2, 3, 4, 5}))
 
 
 def _gate_tone(words: str) -> Tone:

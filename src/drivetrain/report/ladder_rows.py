@@ -2,7 +2,8 @@
 
 Everything here turns one piece of the document of ``tune.json`` into words: :func:`ladder_rows` a step into a row
 (:func:`removal_rows` one of ``leave_one_out``), :func:`change_in_words` a change, :func:`ratio_in_words` a measured
-ratio with its interval, :func:`gate_in_words` a gate's verdict, :func:`totals` what the ladder cost and brought. A
+ratio with its interval, :func:`gate_in_words` a gate's verdict, :func:`totals` what the ladder cost and brought,
+:func:`prediction_in_words` how far predictions were off. A
 document that is still being written lacks pieces: what is not there is a dash, never a guess. Ratios above 1 are
 faster.
 """
@@ -20,6 +21,8 @@ __all__ = [
     "duration_in_words",
     "gate_in_words",
     "ladder_rows",
+    "percent_in_words",
+    "prediction_in_words",
     "ratio_in_words",
     "removal_rows",
     "totals",
@@ -38,6 +41,7 @@ LADDER_HEADINGS: tuple[str, ...] = (
     "treats",
     "predicted",
     "measured [95%]",
+    "off by",
     "memory vs parent",
     "gate",
     "verdict",
@@ -69,7 +73,12 @@ class LadderRow:
     entry: str
     treats: str
     predicted: str
+    """Expected ratio with its model's range; a dash where nothing was expected."""
+    predicted_why: str
+    """How it was computed, or why there is none; empty where the document does not say."""
     measured: str
+    error: str
+    """Saved share of a step, predicted less measured, relative to what was measured."""
     memory: str
     """Peak of the candidate's process less its parent's, with its sign."""
     gate: str
@@ -92,6 +101,7 @@ class LadderRow:
             self.treats,
             self.predicted,
             self.measured,
+            self.error,
             self.memory,
             self.gate,
             self.verdict,
@@ -124,7 +134,9 @@ def _row(position: int, step: Mapping[str, Any]) -> LadderRow:
         change=change_in_words(step.get("change") or {}),
         entry=str(step.get("entry") or NOTHING),
         treats=" ".join(map(str, step.get("treats") or ())) or NOTHING,
-        predicted=_predicted(step.get("predicted")),
+        predicted=ratio_in_words(step.get("predicted")),
+        predicted_why=_predicted_why(step),
+        error=_error(step.get("prediction_score")),
         measured=ratio_in_words(step.get("measured")),
         memory=_memory(step.get("memory_bytes")),
         gate=gate_in_words(step.get("gate")),
@@ -188,10 +200,19 @@ def _memory(difference: float | None) -> str:
     return f"{difference / size:+,.2f} {unit}"
 
 
-def _predicted(predicted: Mapping[str, Any] | None) -> str:
-    if not predicted or predicted.get("ratio") is None:
-        return NOTHING
-    return f"{float(predicted['ratio']):.3f}x"
+def _predicted_why(step: Mapping[str, Any]) -> str:
+    if step.get("no_prediction"):
+        return f"not predicted: {step['no_prediction']}"
+    return str((step.get("predicted") or {}).get("rule") or "")
+
+
+def _error(score: Mapping[str, Any] | None) -> str:
+    return NOTHING if not score or score.get("error") is None else percent_in_words(float(score["error"]))
+
+
+def percent_in_words(share: float) -> str:
+    """``23%``; what is more than tenfold as ``> 1000%``, which says as much."""
+    return f"{share:.0%}" if share <= 10 else "> 1000%"
 
 
 def gate_in_words(gate: Mapping[str, Any] | None) -> str:
@@ -230,7 +251,25 @@ def totals(document: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         found.append(("time spent", f"{duration_in_words(float(spent))}{of_budget}"))
     if document.get("device_seconds") is not None:
         found.append(("device time spent", device_hours_in_words(float(document["device_seconds"]))))
+    score = prediction_in_words(document.get("prediction_score"))
+    if score is not None:
+        found.append(("predicted gains", score))
     return (*found, *_saved(document.get("saved") or {}))
+
+
+def prediction_in_words(score: Mapping[str, Any] | None) -> str | None:
+    """``median error 23%, 3 of 5 measured steps predicted, 1 within its trial's interval``; None where nothing was
+    measured."""
+    if not score or not score.get("measured"):
+        return None
+    counts = f"{score['predicted']} of {score['measured']} measured steps predicted"
+    if score.get("median_error") is None:
+        return counts
+    words = f"median error {percent_in_words(float(score['median_error']))}, {counts}"
+    words += f", {score['within_interval']} within the trial's interval"
+    if score.get("ranged"):
+        words += f"; {score['within_range']} of {score['ranged']} measured within the model's range"
+    return words
 
 
 def device_hours_in_words(seconds: float) -> str:

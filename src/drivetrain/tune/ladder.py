@@ -13,12 +13,12 @@ from drivetrain.catalogue import Numerics, Optimisation, Setting, catalogue
 from drivetrain.catalogue.rules import all_rules
 from drivetrain.config import RunConfig, load_config, tokens_per_step, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError
-from drivetrain.measure.optimisation import Prediction
 from drivetrain.tune.candidates import Candidate, account_of, illegal, survey
 from drivetrain.tune.gate import TIERS
 from drivetrain.tune.golden import golden_section
 from drivetrain.tune.ladder_bench import Bench, Gate
 from drivetrain.tune.ladder_moves import Estimate, choose_size, counted_bytes, memory_in_words
+from drivetrain.tune.ladder_predictions import Predictions, write_prediction, write_score
 from drivetrain.tune.ladder_records import (
     BASELINE_FILE,
     Kept,
@@ -87,6 +87,7 @@ class Ladder:
         self._missing = missing
         self._say = say
         self._kept: list[Kept] = []
+        self._predictions = Predictions(self.bench.facts)
 
     def _save(self) -> None:
         self._write_state(self)
@@ -197,7 +198,9 @@ class Ladder:
         assert change is not None
         self._say(f"{in_words(change)}, for {candidate.treats[0]}")
         step = self._new_step(current, candidate, change)
-        step["predicted"] = self._predict(current, candidate.entry)
+        write_prediction(
+            step, self._predictions.of_entry(current, candidate.entry, changed(current.config, change))
+        )
         config, file = self._measure(current, candidate, step, change)
         if not step.pop("faster"):
             return current
@@ -225,7 +228,7 @@ class Ladder:
         self._say(f"{in_words(size.change)}, for {candidate.treats[0]}")
         step = self._new_step(current, candidate, size.change)
         step["move"] = move.name
-        step["predicted"] = _shown(size.predicted)
+        write_prediction(step, size.predicted)
         step["memory"] = size.memory_document(self.bench.needs(current.config), limit_bytes)
         config, file = self._measure(current, candidate, step, size.change)
         step["memory"]["counted_bytes"] = counted_bytes(step["blocks"])
@@ -246,6 +249,7 @@ class Ladder:
         entry = candidate.entry.name if asked else None
         found = self.bench.trial(f"trial-{step['index']}", current, file, config, entry=entry)
         fill(step, found)
+        write_score(step)
         step["faster"] = found["faster"]
         step["device_seconds"] += self.bench.journal.device_seconds - before
         self._save()
@@ -315,6 +319,9 @@ class Ladder:
                 return None
             self._say(f"{in_words(change)}, for {candidate.treats[0]}")
             step = self._new_step(current, candidate, change)
+            write_prediction(
+                step, self._predictions.of_entry(current, candidate.entry, changed(current.config, change))
+            )
             tries[value] = (step, change, *self._measure(current, candidate, step, change))
             measured: Mapping[str, float] | None = step["measured"]
             return None if measured is None else math.log(measured["ratio"])
@@ -328,13 +335,3 @@ class Ladder:
             elif faster:
                 rung = self._gate_and_keep(current, step, candidate, change, config, file)
         return rung
-
-    def _predict(self, current: Rung, entry: Optimisation) -> dict[str, Any] | None:
-        if entry.predict is None:
-            return None
-        account = account_of(Path(current.profile.run))
-        return _shown(None if account is None else entry.predict(account, current.config))
-
-
-def _shown(prediction: Prediction | None) -> dict[str, Any] | None:
-    return None if prediction is None else {"ratio": prediction.ratio, "rule": prediction.rule}

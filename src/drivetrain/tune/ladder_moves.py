@@ -11,7 +11,7 @@ from drivetrain.catalogue.move import Move
 from drivetrain.config import RunConfig
 from drivetrain.errors import RunError
 from drivetrain.measure.account import Account
-from drivetrain.measure.optimisation import Prediction
+from drivetrain.measure.optimisation import NoPrediction, Prediction
 from drivetrain.tune.candidates import illegal
 from drivetrain.tune.moves import Change, changed
 from drivetrain.tune.short_run import as_override
@@ -29,12 +29,12 @@ class Size:
     Attributes:
         change: with it.
         needs: what a step needs then.
-        predicted: its gain; None: nothing predicts it.
+        predicted: its gain, or why it is not known.
     """
 
     change: Change
     needs: StepEstimate
-    predicted: Prediction | None
+    predicted: Prediction | NoPrediction
 
     def memory_document(self, parent: StepEstimate | str, limit_bytes: int) -> dict[str, Any]:
         """What the step of the ladder says of memory, before anything was run."""
@@ -91,13 +91,19 @@ def choose_size(
         if not needs.recomputed and entry.requested(after) and not entry.requested(config):
             why.append(f"{words} fits with nothing recomputed")
             continue
-        predicted = None
+        predicted: Prediction | NoPrediction = NoPrediction(
+            "what a step needs now, or its account, is not known"
+        )
         if account is not None and isinstance(parent, StepEstimate):
             predicted = move.predict(account, config, after, setting.facts, parent, needs)
         found.append(Size(change, needs, predicted))
     if not found:
         return "; ".join(why) or "there is no larger size"
-    return max(reversed(found), key=lambda size: size.predicted.ratio if size.predicted else 0.0)
+    return max(reversed(found), key=_expected)
+
+
+def _expected(size: Size) -> float:
+    return size.predicted.ratio if isinstance(size.predicted, Prediction) else 0.0
 
 
 def counted_bytes(blocks: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:

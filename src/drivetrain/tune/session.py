@@ -20,6 +20,7 @@ from drivetrain.tune.ladder_moves import Estimate
 from drivetrain.tune.ladder_records import BASELINE_FILE, View
 from drivetrain.tune.ladder_settings import LadderSettings
 from drivetrain.tune.launcher import Launcher
+from drivetrain.tune.prediction_score import goal_of, score_of_steps
 from drivetrain.tune.trainer import CommandLineTrainer, Runner
 
 __all__ = ["climb_tune", "contract", "start_tune"]
@@ -137,6 +138,9 @@ def _shown(
         "budget_s": settings.budget_s,
         "spent_s": spent_s,
         "device_seconds": device_seconds,
+        "prediction_score": score_of_steps(
+            view.steps, goal_of({"settings": settings.to_document()})
+        ).to_document(),
         **{one.name: getattr(view, one.name) for one in dataclasses.fields(view)},
     }
 
@@ -172,7 +176,7 @@ def _require_resumable(tune: Tune) -> None:
 def contract(document: Mapping[str, Any]) -> dict[str, Any]:
     """What ``drivetrain tune --json`` prints of a tune's document."""
     steps = ("index", "entry", "change", "treats", "predicted", "measured", "memory_bytes", "gate", "kept")
-    more = ("outcome", "why", "device_seconds", "move", "memory")
+    more = ("outcome", "why", "device_seconds", "move", "memory", "no_prediction", "prediction_score")
     whole = (
         "tune",
         "status",
@@ -184,6 +188,7 @@ def contract(document: Mapping[str, Any]) -> dict[str, Any]:
         "speed_up",
         "final_gate",
         "saved",
+        "prediction_score",
         "budget_s",
         "spent_s",
         "device_seconds",

@@ -59,9 +59,6 @@ def tuned() -> dict[str, Any]:
     )
     print("\nWhere the time of the plain configuration went\n", flush=True)
     drivetrain("account", found["baseline"]["run"])
-    baseline = (found["saved"] or {"profiles": {}})["profiles"].get("baseline")
-    if baseline is not None and baseline["answer"] != "alike":
-        print("\nThis account does not stand for the runs that were measured; the ladder below says why.")
     print("\nThe ladder\n", flush=True)
     drivetrain("tune", "--replay", found["tune"])
     return found
@@ -99,8 +96,15 @@ def main() -> None:
             f"\nchanges kept: {len(kept)}; {speed_up['ratio']:.2f}x the speed of the plain configuration (95% interval "
             f"{speed_up['low']:.2f} to {speed_up['high']:.2f}); gate of the whole: {tune['final_gate']['verdict']}"
         )
-        if tune["saved"]["withheld"] is not None:
-            print(f"What the account says was saved is withheld: {tune['saved']['withheld']}")
+        saved = tune["saved"]
+        if saved["withheld"] is not None:
+            print(f"What the account says was saved is withheld: {saved['withheld']}")
+        else:
+            print(
+                f"saved, each step: {1e3 * saved['seconds_per_step']:,.1f} ms; by the account of the same processes "
+                f"{1e3 * saved['account_seconds_per_step']:,.1f} ms, {saved['deviation']:+.1%} (95% interval "
+                f"{saved['deviation_low']:+.1%} to {saved['deviation_high']:+.1%}): {saved['agreement']}"
+            )
         print(f"The final configuration, with a comment on each change: {config}")
     else:
         print(

@@ -1,6 +1,6 @@
 """A runner whose runs take no time: their figures follow from the configuration by a cost model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,8 @@ class FakeRunner:
         records: what becomes of the records of a run's optimisations.
         started: (verb, name of the run) of every attempt.
         before: called before each attempt.
+        told: what an account says of the ns of the classes, where it is not the truth.
+        traces: whether a profile of a configuration leaves an account.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class FakeRunner:
         self.started: list[tuple[str, str]] = []
         self.options: list[list[str]] = []
         self.before: Callable[[], None] = lambda: None
+        self.told: Callable[[dict[str, int]], dict[str, int]] = lambda classes: classes
+        self.traces: Callable[[RunConfig], bool] = lambda _config: True
 
     def train(
         self,
@@ -115,27 +119,37 @@ class FakeRunner:
         overrides: Sequence[str],
         *,
         steps: int,
+        start: int | None = None,
+        options: Sequence[str] = (),
         world_size: int = 1,
         timeout_s: float | None = None,
     ) -> Attempt:
-        changed = load_config(str(config), [*overrides, f"training.train_iters={2 * steps}"]).config
-        attempt = self._run("profile", changed, 1.0)
+        """Without ``start`` a run of twice as many steps that says nothing of which were recorded."""
+        short = [f"training.train_iters={2 * steps}"] if start is None else []
+        changed = load_config(str(config), [*overrides, *short]).config
+        if start is not None:
+            self.options.append(list(options))
+        window = range(1, 3) if start is None else range(start, start + steps)
+        attempt = self._run("profile", changed, 1.0, () if start is None else (start - 1, *window))
         if attempt.run is None or attempt.summary is None:
             return attempt
-        classes = {name: round(1e9 * s * OVERHEAD) for name, s in self.model(changed).items()}
-        step = {
-            "step": 1,
-            **dict.fromkeys(_WINDOW, None),
-            "window_ns": sum(classes.values()),
-            "classes": classes,
-            "unexplained_ns": 0,
-        }
-        whole = {key: value for key, value in step.items() if key != "step"}
-        account = {"ranks": [{"rank": 0, "whole": whole, "steps": [step, {**step, "step": 2}]}]}
-        window = {"first": 1, "last": 2, "name_table": "1", "account": account}
-        write_json(attempt.run / "account.json", {"schema": 1, "windows": [window]})
-        document = {"training": attempt.summary, "overhead": self.calibration(changed)}
+        document = {"training": attempt.summary, "overhead": self.calibration(changed), "window": None}
+        if self.traces(changed):
+            self._write_account(attempt.run, changed, window)
         return Attempt("finished", attempt.run, "", attempt.elapsed_s, document)
+
+    def _write_account(self, run: Path, config: RunConfig, window: range) -> None:
+        true = {name: round(1e9 * s * OVERHEAD) for name, s in self.model(config).items()}
+        told, whole_ns = self.told(true), sum(true.values())
+        step = {
+            **dict.fromkeys(_WINDOW, None),
+            "window_ns": whole_ns,
+            "classes": told,
+            "unexplained_ns": max(0, whole_ns - sum(told.values())),
+        }
+        account = {"ranks": [{"rank": 0, "whole": step, "steps": [{"step": one, **step} for one in window]}]}
+        entry = {"first": window[0], "last": window[-1], "name_table": "1", "account": account}
+        write_json(run / "account.json", {"schema": 1, "windows": [entry]})
 
     def calibration(self, config: RunConfig) -> dict[str, Any]:
         """What a profile's event ``profile_overhead`` says of its steps without the profiler."""
@@ -148,7 +162,7 @@ class FakeRunner:
         """Seconds of one step; all alike unless a test says otherwise."""
         return step_s
 
-    def _run(self, verb: str, config: RunConfig, slower: float) -> Attempt:
+    def _run(self, verb: str, config: RunConfig, slower: float, recorded: Collection[int] = ()) -> Attempt:
         self.before()
         name = config.run.name or "run"
         self.started.append((verb, name))
@@ -170,9 +184,9 @@ class FakeRunner:
         ) as writer:
             writer.open_segment(1)
             for step in range(1, steps + 1):
-                tags = ["warmup"] if step <= 2 else []
-                seconds = self.step_s(config, step, step_s)
-                writer.log_metrics(step, {"time/step_s": seconds * (3 if tags else 1)}, tags)
+                tags = ["warmup"] if step <= 2 else ["profile"] if step in recorded else []
+                seconds = self.step_s(config, step, step_s) * (OVERHEAD if step in recorded else 1)
+                writer.log_metrics(step, {"time/step_s": seconds * (3 if "warmup" in tags else 1)}, tags)
             if verb == "profile":
                 writer.event("window", what="profile_overhead", **self.calibration(config))
             path = writer.path

@@ -1,7 +1,7 @@
 """``account.json`` of a run: the accounts of its profiled windows, as the account's own document."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from drivetrain.archive.profile_windows import newest_window, was_profiled
 from drivetrain.archive.reader import open_run
 from drivetrain.errors import RunError
 
-__all__ = ["ACCOUNT_FILE", "MeanStep", "mean_step_of", "newest_account"]
+__all__ = ["ACCOUNT_FILE", "UNEXPLAINED", "MeanStep", "mean_step_of", "newest_account"]
 
 ACCOUNT_FILE = "account.json"
 UNEXPLAINED = "unexplained"
@@ -68,8 +68,11 @@ def _of_newest_window(run_path: Path, entries: Sequence[dict[str, Any]]) -> dict
     return next((one for one in reversed(entries) if (one.get("first"), one.get("last")) == steps), None)
 
 
-def mean_step_of(run_path: Path) -> MeanStep | None:
+def mean_step_of(run_path: Path, steps: Collection[int] | None = None) -> MeanStep | None:
     """The mean step of the newest window; None where there is none, or it holds no steps.
+
+    Args:
+        steps: that are in the mean; None: all but the first recorded one, where there are others.
 
     Raises:
         RunError: the file is damaged.
@@ -78,7 +81,8 @@ def mean_step_of(run_path: Path) -> MeanStep | None:
     if entry is None:
         return None
     try:
-        ranks = [_mean(rank["steps"]) for rank in entry["account"]["ranks"] if rank["steps"]]
+        recorded = [_steady(rank["steps"], steps) for rank in entry["account"]["ranks"]]
+        ranks = [_mean(chosen) for chosen in recorded if chosen]
         first, last = int(entry["first"]), int(entry["last"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{run_path / ACCOUNT_FILE} is damaged: {error!r}; {_REMEDY}") from error
@@ -90,11 +94,18 @@ def mean_step_of(run_path: Path) -> MeanStep | None:
     return MeanStep(first, last, merged.pop("window_ns"), merged, table if isinstance(table, str) else None)
 
 
+def _steady(
+    steps: Sequence[Mapping[str, Any]], chosen: Collection[int] | None
+) -> Sequence[Mapping[str, Any]]:
+    if chosen is None:
+        return steps[1:] or steps
+    return [step for step in steps if step["step"] in chosen]
+
+
 def _mean(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    steady = steps[1:] or steps
     columns = [
         {**step["classes"], UNEXPLAINED: step["unexplained_ns"], "window_ns": step["window_ns"]}
-        for step in steady
+        for step in steps
     ]
     names = list(dict.fromkeys(name for column in columns for name in column))
     return {name: statistics.fmean(column.get(name, 0) for column in columns) for name in names}

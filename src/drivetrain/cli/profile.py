@@ -27,6 +27,10 @@ def profile(
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Processes on this machine, data-parallel.")
     ] = None,
+    parent: Annotated[
+        str | None,
+        typer.Option("--parent", metavar="RUN", help="The run that this one is a change of; it is recorded."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Profile a window of steps and say what the profiler itself cost.
@@ -40,5 +44,13 @@ def profile(
     from drivetrain.cli.profile_command import run_profile
 
     raise typer.Exit(
-        run_profile(source, overrides or [], steps=steps, start=start, num_processes=nproc, as_json=json)
+        run_profile(
+            source,
+            overrides or [],
+            steps=steps,
+            start=start,
+            num_processes=nproc,
+            parent=parent,
+            as_json=json,
+        )
     )

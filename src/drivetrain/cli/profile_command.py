@@ -7,6 +7,7 @@ from typing import Any
 
 from drivetrain.archive.encoding import SCHEMA
 from drivetrain.archive.reader import Run, open_run
+from drivetrain.cli.beginning import Beginning
 from drivetrain.cli.environment import require_torch
 from drivetrain.cli.output import show_document
 from drivetrain.cli.train_command import EXIT_OF, refuse_broken_rules, train_as_one_rank, train_new_run
@@ -37,6 +38,7 @@ def run_profile(
     start: int | None,
     num_processes: int | None,
     as_json: bool,
+    parent: str | None = None,
 ) -> int:
     """The verb; returns the exit code."""
     require_torch()
@@ -62,12 +64,12 @@ def run_profile(
         steps_text = f"step {first} is" if first == last else f"steps {first} to {last} are"
         print(f"a new run of {training.train_iters} steps, of which {steps_text} profiled", file=sys.stderr)
     if under_torchrun:
-        path, result = train_as_one_rank(loaded, ranks)
+        path, result = train_as_one_rank(loaded, ranks, Beginning(parent=parent))
         if ranks.rank != 0:
             return EXIT_OF[result.outcome.status]
         summary = result.summary
     else:
-        path, summary = train_new_run(loaded, world_size)
+        path, summary = train_new_run(loaded, world_size, Beginning(parent=parent))
     if summary is None:
         return 1
     run = open_run(path)

@@ -348,13 +348,15 @@ def _as_one_rank(
     return EXIT_OF[result.outcome.status]
 
 
-def train_as_one_rank(loaded: LoadedConfig, ranks: "Ranks") -> tuple[Path, "WorkerResult"]:
+def train_as_one_rank(
+    loaded: LoadedConfig, ranks: "Ranks", beginning: Beginning = PLAIN_BEGINNING
+) -> tuple[Path, "WorkerResult"]:
     """:func:`train_new_run` under torchrun, where every rank comes here: rank 0 makes the run."""
     from drivetrain.engine.rendezvous import agree_on_run, run_store
 
     refuse_broken_rules(loaded, ranks.world_size)
     store = run_store(ranks)  # Kept until the ranks have formed their group.
-    path = agree_on_run(ranks, lambda: new_run(loaded, ranks.world_size), store)
+    path = agree_on_run(ranks, lambda: new_run(loaded, ranks.world_size, beginning), store)
     return path, _work_as_one_rank(path, ranks)
 
 

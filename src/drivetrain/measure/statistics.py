@@ -81,7 +81,7 @@ def mean_with_interval(values: Sequence[float], *, confidence: float = 0.95) -> 
     return mean, mean - half, mean + half
 
 
-def student_t_cdf(t: float, degrees: int) -> float:
+def student_t_cdf(t: float, degrees: float) -> float:
     """Probability that Student's t with ``degrees`` (>= 1) degrees of freedom is at most ``t``.
 
     ``1 - I_x(degrees/2, 1/2) / 2`` with ``x = degrees / (degrees + t^2)`` for t >= 0 (Abramowitz and Stegun 26.7.1).
@@ -92,7 +92,7 @@ def student_t_cdf(t: float, degrees: int) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def student_t_quantile(probability: float, degrees: int) -> float:
+def student_t_quantile(probability: float, degrees: float) -> float:
     """The t that Student's t with ``degrees`` degrees of freedom stays below with ``probability`` (0 to 1, exclusive).
 
     By bisection of :func:`student_t_cdf`; right to about 1e-9 of its value.

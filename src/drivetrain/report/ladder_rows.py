@@ -283,9 +283,37 @@ def _by_account(saved: Mapping[str, Any]) -> str | None:
     if saved.get("account_seconds_per_step") is None:
         return None
     words = f"{1000 * float(saved['account_seconds_per_step']):,.1f} ms"
+    # Tunes of an earlier version have a chance in place of an interval.
     chance, deviation = saved.get("account_chance_seconds"), saved.get("deviation")
     words += "" if chance is None else f", by chance alone up to {1000 * float(chance):,.1f} ms off"
-    return words + ("" if deviation is None else f" ({100 * float(deviation):+.1f}% of what was measured)")
+    if deviation is None:
+        return words
+    of_measured = f"{100 * float(deviation):+.1f}% of what was measured"
+    if saved.get("deviation_low") is not None:
+        low, high = (100 * float(saved[key]) for key in ("deviation_low", "deviation_high"))
+        of_measured += (
+            f" [{low:+.1f}%, {high:+.1f}%] in {saved['blocks']} blocks: {_AGREEMENT[saved['agreement']]}"
+        )
+    return f"{words} ({of_measured})"
+
+
+_AGREEMENT = {"agree": "they agree", "differ": "they differ", "undecided": "too wide to tell"}
+
+
+def _by_class(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Classes that won or lost at least a hundredth of what was saved, the largest first."""
+    intervals: Mapping[str, Sequence[float]] = saved.get("class_intervals") or {}
+    classes: Mapping[str, float] = saved.get("classes") or {}
+    least = abs(float(saved.get("seconds_per_step") or 0.0)) / 100
+    ordered = sorted(intervals, key=lambda name: -abs(classes[name]))
+    return [
+        (
+            f"saved in {name}",
+            f"{1000 * classes[name]:+,.1f} ms [{1000 * intervals[name][0]:+,.1f}, {1000 * intervals[name][1]:+,.1f}]",
+        )
+        for name in ordered
+        if abs(classes[name]) >= least
+    ]
 
 
 def _saved(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -295,6 +323,7 @@ def _saved(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
     by_account = _by_account(saved)
     if by_account is not None:
         found.append(("the same by the account's classes", by_account))
+    found += _by_class(saved)
     for key, label in (
         ("device_hours_per_run", "saved, the whole run"),
         ("device_hours_per_million_steps", "saved, a million steps"),

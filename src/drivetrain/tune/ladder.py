@@ -168,9 +168,9 @@ class Ladder:
     def _estimate_s(self, current: Rung, candidate: Candidate, growth: float = 1.0) -> float:
         costs, tier = self.bench.costs, candidate.numerics
         end_s = 0.0
-        # With one entry switched on alone, its trial and gate are those of the final configuration.
+        # With one entry switched on alone, its trial and gate can stand for those of the final configuration.
         if self._kept or candidate.knob is not None:
-            end_s = costs.of_trial(current.config, growth) + costs.of_gate(self._strictest(tier))
+            end_s = costs.of_final_trial(current.config, growth) + costs.of_gate(self._strictest(tier))
         return costs.of_step(current.config, tier, growth) + end_s
 
     def _strictest(self, tier: Numerics) -> Numerics:

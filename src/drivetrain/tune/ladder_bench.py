@@ -14,7 +14,7 @@ from drivetrain.tune.gate import Verdict
 from drivetrain.tune.gate_runs import run_gate
 from drivetrain.tune.ladder_cost import Costs
 from drivetrain.tune.ladder_moves import Estimate
-from drivetrain.tune.ladder_records import Profile, Rung, plain_steps_of, profiled
+from drivetrain.tune.ladder_records import Profile, Rung, profiled
 from drivetrain.tune.ladder_settings import LadderSettings
 from drivetrain.tune.pieces import Journal, Meter
 from drivetrain.tune.short_run import as_override
@@ -134,20 +134,25 @@ class Bench:
         result = self.journal.do(key, work)
         _require_finished(name, result)
         self.costs.learn_profile(self.journal.cost_of(key)[0])
-        fields = {key: value for key, value in result.items() if key != "outcome"}
-        if "plain_steps" not in fields:
-            # Kept by a version that had no use for them.
-            fields.update(plain_steps_of(Path(fields["run"])))
-        return Profile(**fields)
+        return Profile.from_document(result)
 
     def trial(
-        self, name: str, parent: Rung, file: Path, config: RunConfig, *, entry: str | None = None
+        self,
+        name: str,
+        parent: Rung,
+        file: Path,
+        config: RunConfig,
+        *,
+        entry: str | None = None,
+        final: bool = False,
     ) -> dict[str, Any]:
         """``config`` in ``file`` against ``parent``: the document of a :class:`~drivetrain.tune.trial.TrialResult`.
 
         Args:
             entry: that must be in effect in the candidate.
+            final: it is the last one, whose blocks carry a profiled window each.
         """
+        settings = self.costs.trial_settings(parent.profile.step_s, final=final)
 
         def work() -> dict[str, Any]:
             result = run_trial(
@@ -156,7 +161,7 @@ class Bench:
                 trainer=self._meter,
                 runs_dir=self.folder / "runs",
                 name=name,
-                settings=self.costs.trial_settings(parent.profile.step_s),
+                settings=settings,
                 world_size=self.settings.world_size,
                 noise=self._noise,
                 must_be_active=entry,

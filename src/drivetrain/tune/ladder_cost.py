@@ -4,8 +4,8 @@ import math
 
 from drivetrain.catalogue import Numerics
 from drivetrain.config import RunConfig
+from drivetrain.tune.block_window import WINDOW_STEPS, BlockPlan
 from drivetrain.tune.ladder_settings import LadderSettings
-from drivetrain.tune.short_run import steps_to_run
 from drivetrain.tune.trial import TrialSettings
 
 __all__ = ["Costs"]
@@ -47,13 +47,21 @@ class Costs:
         """From a finished gate."""
         self._gates[tier] = max(self._gates.get(tier, 0.0), elapsed_s)
 
-    def trial_settings(self, step_s: float) -> TrialSettings:
-        """How trials are run, given the median step of the parent."""
+    def trial_settings(self, step_s: float, *, final: bool = False) -> TrialSettings:
+        """How trials are run, given the median step of the parent.
+
+        Args:
+            final: the trial of the final configuration. Its blocks carry windows, whose interval needs more than two
+                blocks a side: it is not judged before two units, where a look at as many is declared.
+        """
         steps = self._settings.trial_steps
         if steps is None:
             wanted = math.ceil(self._settings.block_s / step_s)
             steps = min(max(wanted, _FEWEST_STEPS), _MOST_STEPS)
-        return TrialSettings(steps=steps, looks=self._settings.looks)
+        if not final:
+            return TrialSettings(steps=steps, looks=self._settings.looks)
+        looks = tuple(units for units in self._settings.looks if units > 1) or self._settings.looks
+        return TrialSettings(steps=steps, looks=looks, window_steps=WINDOW_STEPS)
 
     @property
     def of_profile(self) -> float:
@@ -66,10 +74,24 @@ class Costs:
         Args:
             growth: tokens of the candidate's step over those of its parent's, which take as much longer.
         """
-        measured = self.trial_settings(self._step_s).steps
-        steps = steps_to_run(config, self._settings.world_size, measured)
-        block_s = max(self._block_s, self._start_s + steps * self._step_s * (1 + growth) / 2)
-        return _BLOCKS * self._settings.looks[0] * block_s
+        return self._of_trial(self.trial_settings(self._step_s), config, growth)
+
+    def of_final_trial(self, config: RunConfig, growth: float = 1.0) -> float:
+        """The trial of the final configuration up to its first look.
+
+        A window's trace is written as that of the first profile was, whose time is in that of every start.
+
+        Args:
+            growth: see :meth:`of_trial`.
+        """
+        return self._of_trial(self.trial_settings(self._step_s, final=True), config, growth)
+
+    def _of_trial(self, settings: TrialSettings, config: RunConfig, growth: float) -> float:
+        plan = BlockPlan.of(config, self._settings.world_size, settings.steps, settings.window_steps)
+        step_s = self._step_s * (1 + growth) / 2
+        beside_s = (plan.last - plan.measured_to) * step_s
+        block_s = max(self._block_s + beside_s, self._start_s + plan.last * step_s)
+        return _BLOCKS * settings.looks[0] * block_s
 
     def of_gate(self, tier: Numerics) -> float:
         """A gate up to its first look."""

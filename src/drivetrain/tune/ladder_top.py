@@ -10,22 +10,21 @@ from drivetrain.measure.statistics import least_effect
 from drivetrain.tune.candidates import illegal
 from drivetrain.tune.gate import TIERS
 from drivetrain.tune.ladder_bench import Bench
-from drivetrain.tune.ladder_profiles import Profiles, withheld
 from drivetrain.tune.ladder_records import (
     BASELINE_FILE,
     FINAL_FILE,
     Kept,
     Rung,
     View,
+    account_of_side,
     empty_step,
     fill,
     final_toml,
     in_words,
-    mean_step_seconds,
-    saved,
     step_seconds,
 )
 from drivetrain.tune.moves import Change, changed
+from drivetrain.tune.saved_seconds import AGREES_WITHIN, saved
 
 __all__ = ["Top"]
 
@@ -45,6 +44,7 @@ class Top:
         self._view = view
         self._kept = kept
         self._baseline = baseline
+        self._no_windows: str | None = None
 
     def leave_one_out(self, current: Rung) -> Rung:
         """Take each kept change away once; one whose removal does not slow the run is dropped.
@@ -75,7 +75,8 @@ class Top:
         """Whether one more trial and the end fit the budget."""
         costs = self._bench.costs
         tier = max((kept.numerics for kept in self._kept), key=TIERS.index)
-        return 2 * costs.of_trial(current.config) + costs.of_gate(tier) <= self._bench.left_s
+        end_s = costs.of_final_trial(current.config) + costs.of_gate(tier)
+        return costs.of_trial(current.config) + end_s <= self._bench.left_s
 
     def _without(self, current: Rung, kept: Kept, own: Sequence[Kept], takes_back: Change) -> Rung:
         index = kept.step["index"]
@@ -126,35 +127,36 @@ class Top:
             self._view.findings.append(f"the final configuration is withdrawn, {why}")
             self._bench.say(f"withdrawn, {why}")
             return
-        profiles = Profiles(self._bench, trial)
-        baseline = profiles.of("baseline", self._baseline, "A")
-        own = profiles.of("final configuration", final, "B")
-        self._view.findings += profiles.findings
-        if baseline.profile is not self._baseline.profile:
-            self._view.baseline = baseline.profile.to_document(BASELINE_FILE)
-        seconds = {side: step_seconds(trial, side) for side in "AB"}
         self._view.speed_up = {key: trial["measured"][key] for key in ("ratio", "low", "high")}
-        self._view.final = {
-            **own.profile.to_document(FINAL_FILE),
-            "step_s": seconds["B"],
-            "tokens_per_second": tokens_per_step(final.config) / seconds["B"],
+        self._show_accounts(trial, final)
+        self._view.saved = saved(
+            trial,
+            steps=self._baseline.config.training.train_iters,
+            world_size=self._bench.settings.world_size,
+            final_share=tokens_per_step(self._baseline.config) / tokens_per_step(final.config),
+            treated=tuple(dict.fromkeys(name for kept in self._kept for name in kept.step["treats"])),
+            withheld=self._no_windows,
+        )
+        if self._view.saved["agreement"] == "differ":
+            self._view.findings.append(
+                f"the account does not explain what was saved: its classes deviate from the measured seconds by "
+                f"{self._view.saved['deviation_low']:+.0%} to {self._view.saved['deviation_high']:+.0%}, where "
+                f"{AGREES_WITHIN:.0%} are allowed"
+            )
+        write_text(self._bench.folder / FINAL_FILE, final_toml(final.config, self._kept))
+
+    def _show_accounts(self, trial: Mapping[str, Any], final: Rung) -> None:
+        """Both configurations with the account of processes that were measured, else of their profiles."""
+        of_baseline = account_of_side(trial, "A", BASELINE_FILE, tokens_per_step(self._baseline.config))
+        if of_baseline is not None:
+            self._view.baseline = of_baseline
+        step_s = step_seconds(trial, "B")
+        tokens = tokens_per_step(final.config)
+        self._view.final = account_of_side(trial, "B", FINAL_FILE, tokens) or {
+            **final.profile.to_document(FINAL_FILE),
+            "step_s": step_s,
+            "tokens_per_second": tokens / step_s,
         }
-        self._view.saved = {
-            **saved(
-                baseline.profile,
-                own.profile,
-                parent_step_s=mean_step_seconds(trial, "A"),
-                final_step_s=mean_step_seconds(trial, "B"),
-                steps=self._baseline.config.training.train_iters,
-                world_size=self._bench.settings.world_size,
-                final_share=tokens_per_step(self._baseline.config) / tokens_per_step(final.config),
-                states=(baseline.state, own.state),
-                withheld=withheld([baseline, own]),
-            ),
-            "profiles": {"baseline": baseline.to_document(), "final": own.to_document()},
-        }
-        text = final_toml(final.config, self._kept)
-        write_text(self._bench.folder / FINAL_FILE, text)
 
     def _is_one_step(self) -> bool:
         """Whether the final configuration is one step from the first baseline, already measured and judged so.
@@ -167,10 +169,20 @@ class Top:
         return kept.parent == self._baseline.file and not kept.searched
 
     def _final_trial(self, final: Rung) -> dict[str, Any]:
-        if self._is_one_step():
+        growth = tokens_per_step(final.config) / tokens_per_step(self._baseline.config)
+        if (
+            self._is_one_step()
+            and self._bench.costs.of_final_trial(final.config, growth) > self._bench.left_s
+        ):
+            self._no_windows = "the budget left no room for a trial whose blocks carry a profiled window each"
+            self._view.findings.append(
+                "the one change that was kept is shown by its own trial: the budget left no room for another"
+            )
             return {**self._kept[0].step, "faster": True}
-        self._bench.say("the final configuration against the first baseline")
-        return self._bench.trial("final-trial", self._baseline, final.file, final.config)
+        self._bench.say(
+            "the final configuration against the first baseline, its blocks with a profiled window each"
+        )
+        return self._bench.trial("final-trial", self._baseline, final.file, final.config, final=True)
 
     def _final_gate(self, final: Rung) -> dict[str, Any]:
         if self._is_one_step():

@@ -42,12 +42,20 @@ class Meter:
         overrides: Sequence[str],
         *,
         steps: int,
+        start: int | None = None,
+        options: Sequence[str] = (),
         world_size: int = 1,
         timeout_s: float | None = None,
     ) -> Attempt:
         """See :class:`drivetrain.tune.trainer.Runner`."""
         attempt = self._runner.profile(
-            config, overrides, steps=steps, world_size=world_size, timeout_s=timeout_s
+            config,
+            overrides,
+            steps=steps,
+            start=start,
+            options=options,
+            world_size=world_size,
+            timeout_s=timeout_s,
         )
         return self._count(attempt, world_size)
 

@@ -39,10 +39,13 @@ def require_beginning(config: RunConfig) -> None:
         )
 
 
-def short_run(config: RunConfig, steps: int) -> list[str]:
+def short_run(config: RunConfig, steps: int, *, profiles: bool = False) -> list[str]:
     """Overrides for a run of ``steps`` steps at the learning rates with which the run of ``config`` begins.
 
     It is not evaluated, not profiled, and logs each step.
+
+    Args:
+        profiles: nothing is said of profiling: ``drivetrain profile`` does.
 
     Raises:
         DrivetrainError: see :func:`require_beginning`.
@@ -53,9 +56,10 @@ def short_run(config: RunConfig, steps: int) -> list[str]:
         "training.eval_iters=0",
         "training.eval_interval=0",
         "checkpoint.save_interval=0",
-        "profiler.profile=false",
         "monitor.log_interval=1",
     ]
+    if not profiles:
+        overrides.append("profiler.profile=false")
     if config.lr_schedule.lr_decay_style != "constant":
         overrides.append(f"lr_schedule.lr_decay_tokens={decay_tokens(config)}")
     return overrides

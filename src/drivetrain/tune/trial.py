@@ -1,6 +1,7 @@
 """A trial: a parent and one declared change, in blocks A B B A, then B A A B, each a process of its own.
 
-Whatever happens to a block is a result. The decision is :mod:`drivetrain.tune.trial_statistics`'.
+Blocks may each profile a window after their measured steps (:mod:`drivetrain.tune.block_window`). Whatever happens to a
+block is a result. The decision is :mod:`drivetrain.tune.trial_statistics`'.
 """
 
 import shutil
@@ -13,8 +14,9 @@ from typing import Any, Literal
 from drivetrain.archive.reader import open_run
 from drivetrain.config import load_config, tokens_per_step
 from drivetrain.measure.optimisation import OptimisationRecord
-from drivetrain.tune.short_run import as_override, prefetched_steps, short_run, steps_to_run
-from drivetrain.tune.trainer import Attempt, Outcome, Trainer
+from drivetrain.tune.block_window import BlockPlan, BlockWindow, window_of
+from drivetrain.tune.short_run import as_override, short_run
+from drivetrain.tune.trainer import Attempt, Outcome, Runner
 from drivetrain.tune.trial_statistics import BLOCKS_OF_UNIT, Judgement, Noise, judge, noise_of, order_of
 
 __all__ = ["Block", "TrialResult", "TrialSettings", "run_trial", "why_without_effect"]
@@ -42,14 +44,17 @@ class TrialSettings:
         steps: measured steps of a block.
         looks: units of four blocks after which it is judged, increasing.
         confidence: of the interval, over all looks together.
+        window_steps: steps in the account of a window that each block profiles after its measured ones; 0: none does.
     """
 
     steps: int = 12
     looks: tuple[int, ...] = (1, 2)
     confidence: float = 0.95
+    window_steps: int = 0
 
     def __post_init__(self) -> None:
         assert self.steps >= 1
+        assert self.window_steps >= 0
         assert self.looks == tuple(sorted(set(self.looks)))
         assert self.looks[0] >= 1
         assert 0 < self.confidence < 1
@@ -68,8 +73,10 @@ class Block:
         step_s: median of them; None where there are none.
         mean_step_s: their mean.
         tokens_per_second: tokens of a step over ``step_s``.
-        peak_memory_bytes: of the run.
+        peak_memory_bytes: of the run; None in a block with a window, where the profiler's own memory is in it.
         elapsed_s: of the process.
+        window: what was profiled after the measured steps.
+        no_window: why there is none where there should be; else empty.
     """
 
     side: Side
@@ -82,6 +89,8 @@ class Block:
     tokens_per_second: float | None
     peak_memory_bytes: int | None
     elapsed_s: float
+    window: BlockWindow | None = None
+    no_window: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def run_trial(
     parent: Path,
     candidate: Path,
     *,
-    trainer: Trainer,
+    trainer: Runner,
     runs_dir: Path,
     name: str,
     settings: TrialSettings | None = None,
@@ -170,16 +179,16 @@ def run_trial(
             first_run = next((block.run for block in blocks if block.side == "A"), None)
             if side == "B" and first_run is not None:
                 options = ["--parent", first_run]
-            attempt = trainer.train(
-                sides[side].config,
+            attempt = _run(
+                trainer,
+                sides[side],
                 [
-                    *sides[side].overrides,
                     as_override("run.runs_dir", str(runs_dir)),
                     as_override("run.name", f"{name}-{side.lower()}"),
                 ],
-                options=options,
-                world_size=world_size,
-                timeout_s=_longest(blocks, sides) if side == "B" else None,
+                options,
+                world_size,
+                _longest(blocks, sides) if side == "B" else None,
             )
             block = _block(side, attempt, sides[side])
             blocks.append(block)
@@ -207,34 +216,69 @@ def run_trial(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """One side: its file, its overrides, how many steps it runs, which of them count, and tokens of each."""
+    """One side: its file, its overrides, which of its steps count, and tokens of each."""
 
     config: Path
     overrides: Sequence[str]
-    steps: int
-    skipped: int
+    plan: BlockPlan
     tokens: int
 
 
 def _side(path: Path, settings: TrialSettings, world_size: int) -> _Prepared:
     config = load_config(str(path)).config
-    steps = steps_to_run(config, world_size, settings.steps)
-    return _Prepared(
-        path, short_run(config, steps), steps, prefetched_steps(config, world_size), tokens_per_step(config)
+    plan = BlockPlan.of(config, world_size, settings.steps, settings.window_steps)
+    overrides = short_run(config, plan.last, profiles=plan.start is not None)
+    return _Prepared(path, overrides, plan, tokens_per_step(config))
+
+
+def _run(
+    trainer: Runner,
+    side: _Prepared,
+    overrides: Sequence[str],
+    options: Sequence[str],
+    world_size: int,
+    timeout_s: float | None,
+) -> Attempt:
+    """One block, with its window where it has one."""
+    given = [*side.overrides, *overrides]
+    if side.plan.start is None:
+        return trainer.train(side.config, given, options=options, world_size=world_size, timeout_s=timeout_s)
+    return trainer.profile(
+        side.config,
+        given,
+        steps=side.plan.steps,
+        start=side.plan.start,
+        options=options,
+        world_size=world_size,
+        timeout_s=timeout_s,
     )
+
+
+def _training(attempt: Attempt) -> Mapping[str, Any]:
+    """What the run says of itself: a profile's document holds it as a part."""
+    document = attempt.summary or {}
+    found: Mapping[str, Any] = document.get("training", document)
+    return found
 
 
 def _block(side: Side, attempt: Attempt, prepared: _Prepared) -> Block:
     times: list[float] = []
     memory = None
+    window: BlockWindow | str | None = None
+    plan = prepared.plan
     outcome, message = attempt.outcome, attempt.message
     if attempt.run is not None:
         shutil.rmtree(attempt.run / "checkpoints", ignore_errors=True)
     if outcome == "finished":
         assert attempt.run is not None
         clean = [line for line in open_run(attempt.run).metrics() if not line["tags"]]
-        times = [float(line["time/step_s"]) for line in clean[prepared.skipped :]]
-        memory = (attempt.summary or {}).get("peak_memory_bytes")
+        times = [
+            float(line["time/step_s"]) for line in clean[plan.ahead :] if line["step"] <= plan.measured_to
+        ]
+        if plan.start is None:
+            memory = _training(attempt).get("peak_memory_bytes")
+        else:
+            window = window_of(attempt.run, plan)
     median = statistics.median(times) if times else None
     return Block(
         side=side,
@@ -247,6 +291,8 @@ def _block(side: Side, attempt: Attempt, prepared: _Prepared) -> Block:
         tokens_per_second=None if median is None else prepared.tokens / median,
         peak_memory_bytes=None if memory is None else int(memory),
         elapsed_s=attempt.elapsed_s,
+        window=window if isinstance(window, BlockWindow) else None,
+        no_window=window if isinstance(window, str) else "",
     )
 
 
@@ -255,7 +301,7 @@ def _longest(blocks: Sequence[Block], sides: Mapping[Side, _Prepared]) -> float:
 
     A step of a larger batch may take longer by as much.
     """
-    tokens = {side: one.steps * one.tokens for side, one in sides.items()}
+    tokens = {side: one.plan.last * one.tokens for side, one in sides.items()}
     work = max(1.0, tokens["B"] / tokens["A"])
     return 5 * work * max(block.elapsed_s for block in blocks if block.side == "A") + _PATIENCE_S
 
@@ -273,7 +319,7 @@ def _without_effect(attempt: Attempt, entry: str | None) -> str | None:
     """Why the change that was asked for had no effect, by the run's own record; None where it had, or need not."""
     if entry is None:
         return None
-    documents: Sequence[Mapping[str, Any]] = (attempt.summary or {}).get("optimisations") or ()
+    documents: Sequence[Mapping[str, Any]] = _training(attempt).get("optimisations") or ()
     document = next((one for one in documents if one.get("name") == entry), None)
     if document is None:
         return f"without effect: the run has no record of {entry}"

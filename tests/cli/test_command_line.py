@@ -37,6 +37,7 @@ def test_each_verb_has_help_with_an_example(verb: str) -> None:
             "runs": ("list", "show", "tag"),
             "bench": ("gemm", "memory"),
             "lab": ("up", "run", "show", "down"),
+            "config": ("import",),
             "ops": ("list", "check"),
         }[verb]
         texts = "".join(run(verb, command, "--help").stdout for command in commands)

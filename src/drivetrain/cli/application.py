@@ -20,6 +20,7 @@ __all__ = ["application", "main"]
 VERBS = (
     "doctor",
     "data",
+    "config",
     "check",
     "train",
     "launch",

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from drivetrain.config.serialise import FORMAT
 from drivetrain.config.suggest import nearest
 from drivetrain.errors import ConfigurationError
 
-__all__ = ["LoadedConfig", "load_config", "parse_config"]
+__all__ = ["LoadedConfig", "config_of", "load_config", "parse_config"]
 
 _CONFIG_FILE = "config.toml"
 _RUN_DIRECTORY = re.compile(r"^\d{8}-\d{6}-(?P<name>.+)-[0-9a-f]{4,}$")
@@ -74,6 +74,27 @@ def parse_config(text: str, where: str = _CONFIG_FILE) -> RunConfig:
     """The configuration in the text of a TOML file; ``where`` names it in messages."""
     draft = _Draft(name="")
     _merge(draft, _parse(text, where), where)
+    return _validate(draft)
+
+
+def config_of(
+    sections: Mapping[str, Mapping[str, Any]],
+    overrides: Sequence[str] = (),
+    origins: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """The configuration of values that are there already, with ``section.field=value`` overrides laid over them.
+
+    Args:
+        sections: section to field to value.
+        origins: dotted path to what set it, for messages.
+
+    Raises:
+        ConfigurationError: with every problem that was found, one line each.
+    """
+    values: dict[str, Any] = {name: dict(fields) for name, fields in sections.items()}
+    draft = _Draft(name="", values=values, origins=dict(origins or {}))
+    for override in overrides:
+        _apply_override(draft, override)
     return _validate(draft)
 
 

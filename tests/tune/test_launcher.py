@@ -1,7 +1,6 @@
 """Launchers: their templates, and how the processes that they start are known to have ended."""
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -242,7 +241,8 @@ def test_a_tune_in_the_lab_keeps_its_launcher_and_goes_on_with_it(tiny: Tiny) ->
     launcher = f"{shlex.join([sys.executable, '-m', 'drivetrain'])} lab run --name tuning -- {{command}}"
     lab = Lab(2, 1, "50mbit", folder=labs)
     begun = ["tune", str(tiny.file), "training.train_iters=600", "overlap.bucket_size_mb=0", "--nproc", "2"]
-    only = ["--only", "grad_reduce_dtype", "--trial-steps", "4", "--trial-looks", "1", "--knob-trials", "0"]
+    # Nothing is saved while the steps run, so that the ladder has a baseline and nothing to try: no time decides.
+    only = ["--only", "async_save"]
     # There is no lab yet: that is the launcher's fault, and no result.
     failed = tiny.run(*begun, *only, "--launcher", launcher, environment=environment)
     assert failed.returncode == 2, failed.stderr
@@ -252,15 +252,14 @@ def test_a_tune_in_the_lab_keeps_its_launcher_and_goes_on_with_it(tiny: Tiny) ->
     assert open_tune(str(path)).document["pieces"] == []
     lab.make("tuning")
     try:
-        done = tiny.run("tune", str(path), "--budget", "60s", "--json", environment=environment)
+        done = tiny.run("tune", str(path), "--json", environment=environment)
     finally:
         lab.take_down()
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode == 1, done.stderr
     document = open_tune(str(path)).document
+    assert document["status"] == "finished"
     assert document["settings"]["launcher"] == launcher
     assert any(name.startswith("communication.") for name in document["baseline"]["classes"])
-    assert os.path.commonpath([document["baseline"]["run"], path]) == str(path)
-    # Its gate and what follows may not fit the budget; its trial does, and its blocks ran on both hosts.
-    (step,) = document["steps"]
-    assert [block["side"] for block in step["blocks"]] == ["A", "B", "B", "A"]
-    assert open_run(Path(step["blocks"][0]["run"])).manifest["layout"]["world_size"] == 2
+    run = Path(document["baseline"]["run"])
+    assert run.is_relative_to(path.resolve())
+    assert open_run(run).manifest["layout"]["world_size"] == 2

@@ -71,10 +71,19 @@ def tune(
             help="Under a memory limit, let the global batch grow too; rule of its learning rate.  [default: it stays]",
         ),
     ] = None,
+    migrate: Annotated[
+        bool,
+        typer.Option(
+            "--migrate",
+            help="Start from one plain process, and prove each difference of the configuration by its gate.",
+        ),
+    ] = False,
     nproc: Annotated[
         int | None,
         typer.Option(
-            "--nproc", min=1, help="Processes of each run; on this machine, unless --launcher is given."
+            "--nproc",
+            min=1,
+            help="Processes of each run, with --migrate the most; on this machine, unless --launcher is given.",
         ),
     ] = None,
     launcher: Annotated[
@@ -112,6 +121,7 @@ def tune(
         num_processes=nproc,
         grow_batch=grow_batch,
         launcher=launcher,
+        migrate=migrate,
     )
     if replay is not None:
         words = [] if config is None else [config, *(overrides or [])]

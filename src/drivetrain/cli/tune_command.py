@@ -42,6 +42,7 @@ class Options:
     num_processes: int | None
     grow_batch: str | None = None
     launcher: str | None = None
+    migrate: bool = False
 
     def given(self) -> list[str]:
         """The options that say how a new tune is climbed, and were given; ``--budget`` is not among them."""
@@ -56,6 +57,7 @@ class Options:
             "--grow-batch": self.grow_batch is not None,
             "--nproc": self.num_processes is not None,
             "--launcher": self.launcher is not None,
+            "--migrate": self.migrate,
         }
         return [name for name, is_given in given.items() if is_given]
 
@@ -63,6 +65,8 @@ class Options:
 def run_tune(source: str, overrides: Sequence[str], options: Options, *, as_json: bool) -> int:
     """The verb; returns the exit code."""
     require_torch()
+    from drivetrain.cli.tune_migrate import continue_migration
+    from drivetrain.tune.migrate_session import is_migration
     from drivetrain.tune.session import climb_tune, contract
 
     found = find_tune(source, options.tunes_dir)
@@ -70,8 +74,12 @@ def run_tune(source: str, overrides: Sequence[str], options: Options, *, as_json
     if found is not None:
         _refuse_other_settings(source, overrides, options)
         path = found
+    elif options.migrate:
+        path = _begin_migration(source, overrides, options)
     else:
         path = _begin(source, overrides, options)
+    if is_migration(open_tune(path)):
+        return continue_migration(path, budget_s if found is not None else None, as_json=as_json)
     print(f"tune: {path}", file=sys.stderr, flush=True)
     done = climb_tune(
         path,
@@ -93,6 +101,8 @@ def run_replay(reference: str, words: Sequence[str], options: Options, *, as_jso
     Args:
         words: configuration and overrides that were given with it: there must be none.
     """
+    from drivetrain.cli.tune_migrate import show_migration
+    from drivetrain.tune.migrate_session import is_migration
     from drivetrain.tune.session import contract
 
     needless = [*map(repr, words), *(["--budget"] if options.budget is not None else []), *options.given()]
@@ -101,6 +111,9 @@ def run_replay(reference: str, words: Sequence[str], options: Options, *, as_jso
             f"--replay {reference} shows a tune and runs nothing; drop {', '.join(needless)}"
         )
     found = open_tune(reference, options.tunes_dir)
+    if is_migration(found):
+        show_migration(found, as_json=as_json)
+        return 0
     if as_json:
         show_document({**contract(found.document), "status": found.status()})
     else:
@@ -143,6 +156,20 @@ def _begin(source: str, overrides: Sequence[str], options: Options) -> Path:
     refuse_broken_rules(loaded, settings.world_size)
     require_beginning(loaded.config)
     return start_tune(loaded, overrides, settings, options.tunes_dir)
+
+
+def _begin_migration(source: str, overrides: Sequence[str], options: Options) -> Path:
+    from drivetrain.cli.tune_migrate import begin_migration, refuse_ladder_options
+
+    refuse_ladder_options(options.given())
+    return begin_migration(
+        source,
+        overrides,
+        _settings(options),
+        options.tunes_dir,
+        has_budget=options.budget is not None,
+        num_processes=options.num_processes,
+    )
 
 
 def _settings(options: Options) -> "LadderSettings":

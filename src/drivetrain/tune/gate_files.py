@@ -25,6 +25,8 @@ ENVIRONMENT_OF_LEAF: Mapping[str, str] = {
     "run.num_threads": "threads",
     "run.device": "device",
     "parallelism.data_parallel_size": "world size",
+    "parallelism.tensor_model_parallel_size": "world size",
+    "parallelism.pipeline_model_parallel_size": "world size",
 }
 """Leaves that are part of the environment's fingerprint: where one of them is the change, it is no reason to refuse."""
 

@@ -166,6 +166,7 @@ def run_gate(
     trainer: Trainer,
     folder: Path,
     settings: GateSettings = GateSettings(),
+    world_sizes: tuple[int, int] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Train what the tier needs of two configurations, and decide.
@@ -175,6 +176,8 @@ def run_gate(
         tier: what the change claims of the numbers; a bundle of changes is statistical, unless it claims less.
         folder: where its runs go. Runs there that came to an end with the same resolved configuration, options, code
             and environment are taken as they are, so that an interrupted gate goes on where it was.
+        world_sizes: processes of the baseline's runs and of the candidate's, where the layout is what changes; None:
+            both have those of ``settings``.
         progress: told before each run.
 
     Raises:
@@ -195,10 +198,15 @@ def run_gate(
                 "run.name=gate",
             ),
             config.run.seed,
-            settings.world_size,
+            processes,
         )
-        for source, config, count, evaluations in zip(
-            (baseline, candidate), configs, steps, eval_iters, strict=True
+        for source, config, count, evaluations, processes in zip(
+            (baseline, candidate),
+            configs,
+            steps,
+            eval_iters,
+            world_sizes or (settings.world_size, settings.world_size),
+            strict=True,
         )
     ]
     bench = _Bench(

@@ -23,7 +23,7 @@ from drivetrain.tune.launcher import Launcher
 from drivetrain.tune.prediction_score import goal_of, score_of_steps
 from drivetrain.tune.trainer import CommandLineTrainer, Runner
 
-__all__ = ["climb_tune", "contract", "start_tune"]
+__all__ = ["climb_tune", "contract", "machine_of_tune", "require_resumable", "start_tune"]
 
 
 def start_tune(
@@ -45,7 +45,7 @@ def start_tune(
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "source": loaded.source,
             "overrides": list(overrides),
-            "machine": _machine(),
+            "machine": machine_of_tune(),
             "directory": str(Path.cwd()),
             "settings": settings.to_document(),
             **_shown(View(), "running", None, settings, 0.0, 0.0),
@@ -80,7 +80,7 @@ def climb_tune(
     with hold_tune(path), contextlib.ExitStack() as owned:
         tune = open_tune(path)
         document = tune.document
-        _require_resumable(tune)
+        require_resumable(tune)
         settings = LadderSettings.from_document(document["settings"])
         if budget_s is not None:
             settings = dataclasses.replace(settings, budget_s=budget_s)
@@ -145,8 +145,8 @@ def _shown(
     }
 
 
-def _machine() -> dict[str, Any]:
-    """What must be the same where a ladder is continued: its figures are compared with those it has."""
+def machine_of_tune() -> dict[str, Any]:
+    """What must be the same where a tune is continued: its figures are compared with those it has."""
     return {
         "host": platform.node(),
         "cpu": cpu_model(),
@@ -155,13 +155,14 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _require_resumable(tune: Tune) -> None:
+def require_resumable(tune: Tune) -> None:
+    """Raise RunError where a tune is finished, was begun on another machine, or its directory is gone."""
     if tune.document["status"] == "finished":
         raise RunError(
             f"{tune.path} is finished; `drivetrain tune --replay {tune.id}` shows it, and its configuration is "
             f"{tune.path / 'configs'}"
         )
-    then, now = tune.document["machine"], _machine()
+    then, now = tune.document["machine"], machine_of_tune()
     differing = [f"{key} {then.get(key)} is {now[key]} now" for key in now if then.get(key) != now[key]]
     if differing:
         raise RunError(

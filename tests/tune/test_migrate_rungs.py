@@ -129,7 +129,9 @@ def test_proofs_drop_nothing_out_and_dropout_is_no_rung() -> None:
     dropping = target(model__hidden_dropout=0.1)
     plain = plain_start(dropping, num_threads=1)
     assert plain.model.hidden_dropout == 0
-    assert all(not leaf.startswith("model.") for plan in rungs_between(plain, dropping) for leaf in plan.leaves)
+    assert all(
+        not leaf.startswith("model.") for plan in rungs_between(plain, dropping) for leaf in plan.leaves
+    )
 
 
 def test_no_leaf_is_in_two_rungs() -> None:

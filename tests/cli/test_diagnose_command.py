@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +189,40 @@ def test_the_document_keeps_its_contract(trace: Path) -> None:
     assert document["nearest_published"]["source"]
 
 
-def test_a_view_is_one_of_three(trace: Path) -> None:
+def test_a_view_is_one_of_four(trace: Path) -> None:
     assert "1. data loading" in invoke(str(trace), "--view", "search").stdout
     assert "symptom, cause, first remedy" in invoke(str(trace), "--view", "symptoms").stdout
     assert "nearest published run" in invoke(str(trace)).stdout
-    with pytest.raises(DrivetrainError, match="--view 'charts' is none of losses, symptoms, search"):
-        invoke(str(trace), "--view", "charts")
+    charts = invoke(str(trace), "--view", "charts").stdout
+    assert [charts.count(title) for title in ("Data gap", "Kernels with", "Communication share")] == [1, 1, 1]
+    with pytest.raises(DrivetrainError, match="--view 'chart' is none of losses, symptoms, search, charts"):
+        invoke(str(trace), "--view", "chart")
+
+
+def test_the_first_screen_of_a_trace_names_the_loss_and_what_to_do(trace: Path) -> None:
+    top = invoke(str(trace)).stdout.split("\n\n")[1]
+    assert "39.1% of a step to data.loader" in " ".join(top.split())
+    assert "Do next   data_workers: " in top
+    assert "\x1b[" not in top, "no colours without a terminal"
+
+
+def test_the_document_holds_the_charts_and_the_next_step(trace: Path) -> None:
+    document = json.loads(invoke(str(trace), "--json", "--device", "A100-SXM-80GB").stdout)
+    gap, kernels, exposed = (document["charts"][name] for name in ("data_gap", "kernels", "communication"))
+    assert [row["share"] for row in gap["rows"]] == pytest.approx([0.395, 0.395, 0.395], abs=0.01)
+    assert (kernels["kernels"][0]["name"], kernels["kernels"][0]["calls"]) == ("ampere_sgemm_128x64_nn", 1.0)
+    assert kernels["kernels"][0]["per_second_reason"] == "no shapes were recorded for it"
+    assert exposed["withheld"].startswith("no collective was recorded")
+    assert (document["next"]["kind"], document["next"]["position"]) == ("change", 1)
+
+
+def test_a_page_of_a_trace_is_well_formed_and_has_the_charts(trace: Path, tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    result = invoke(str(trace), "--html", str(target))
+    assert result.exit_code == 0
+    assert f"wrote {target}" in result.stderr
+    page = target.read_text(encoding="utf-8")
+    ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>").replace("&#160;", " "))
+    assert page.count("<svg") == 3, "waterfall, data gap, kernels"
+    assert "Communication share: withheld. No collective was recorded" in page
+    assert "<script" not in page

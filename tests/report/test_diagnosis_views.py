@@ -10,7 +10,7 @@ from drivetrain.diagnose.loss import loss
 from drivetrain.measure.account import CLASSES, Account, RankAccount, StepAccount, Window
 from drivetrain.measure.waterfall import RankTime, waterfall
 from drivetrain.report.diagnosis_text import first_remedy
-from drivetrain.report.diagnosis_views import VIEWS, communication_verdict
+from drivetrain.report.diagnosis_views import communication_verdict, search_text, symptoms_text
 
 MS = 1_000_000
 
@@ -30,7 +30,7 @@ def job(**classes: int) -> Facts:
 
 
 def test_the_search_goes_through_its_areas_in_order_with_their_cost() -> None:
-    text = VIEWS["search"](diagnose(job(compute_norm=40, data_loader=30, communication_dp_wait=30)))
+    text = search_text(diagnose(job(compute_norm=40, data_loader=30, communication_dp_wait=30)))
     places = [text.index(f"{number}. {title}") for number, (_, title) in enumerate(SEARCH, start=1)]
     assert places == sorted(places)
     assert "1. data loading: 30.00 ms, 30.0% of a step" in text
@@ -45,7 +45,7 @@ def test_communication_is_judged_by_its_share(share: float, word: str) -> None:
 
 
 def test_a_symptom_is_followed_by_its_cause_and_one_first_remedy() -> None:
-    text = VIEWS["symptoms"](diagnose(job(compute_norm=70, data_loader=30)))
+    text = symptoms_text(diagnose(job(compute_norm=70, data_loader=30)))
     block = text.split("\n\n")[2]
     assert block.startswith("the device pauses at the beginning of each step  [data]")
     assert "30.00 ms: data.waiting, data.loader" in block
@@ -59,7 +59,7 @@ def test_only_what_explains_half_of_a_class_takes_its_place_among_the_symptoms()
 
     def seen(cost_ms: float) -> str:
         told = part(facts, "data.slow_read", "data.loader", cost_ms)
-        return VIEWS["symptoms"](replace(plain, findings=(told, *plain.findings)))
+        return symptoms_text(replace(plain, findings=(told, *plain.findings)))
 
     assert "data.slow_read" in seen(2)
     assert "data.waiting" in seen(2), "2 of 30 ms do not explain it"
@@ -71,13 +71,13 @@ def test_an_area_counts_the_parts_of_losses_that_belong_elsewhere_and_no_time_tw
     plain = diagnose(facts)
     within = part(facts, "data.slow_read", "data.loader", 20)
     padding = part(facts, "data.padding", "compute", 10)
-    text = VIEWS["search"](replace(plain, findings=(within, padding, *plain.findings)))
+    text = search_text(replace(plain, findings=(within, padding, *plain.findings)))
     assert "1. data loading: 40.00 ms, 40.0% of a step" in text
     assert "2. communication that nothing hides, with waiting and bubbles: nothing found" in text
 
 
 def test_an_area_says_how_many_of_its_costs_are_unknown() -> None:
-    text = VIEWS["search"](diagnose(job(compute_matmul=70, data_loader=30)))
+    text = search_text(diagnose(job(compute_matmul=70, data_loader=30)))
     assert "3. operator efficiency: 1 of unknown cost" in text
 
 

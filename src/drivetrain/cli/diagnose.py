@@ -19,10 +19,11 @@ from drivetrain.cli.runs import AsJson
 
 if TYPE_CHECKING:
     from drivetrain.diagnose import Diagnosis
+    from drivetrain.diagnose.picture import Picture
 
 __all__ = ["register"]
 
-_VIEWS = ("losses", "symptoms", "search")
+_VIEWS = ("losses", "symptoms", "search", "charts")
 """Of ``report.diagnosis_views``, which a wrong word must not wait for."""
 
 
@@ -49,13 +50,18 @@ def diagnose(
         str,
         typer.Option(
             "--view",
-            metavar="losses|symptoms|search",
-            help="Losses by cost; or symptom, cause and first remedy; or the order in which an expert searches.",
+            metavar="losses|symptoms|search|charts",
+            help="What to do next and losses by cost; or symptom, cause and first remedy; or the order in which an "
+            "expert searches; or three charts: data gap, kernels, communication share.",
         ),
     ] = "losses",
+    html: Annotated[
+        str | None,
+        typer.Option("--html", help="Also write a page with findings, waterfall and charts to this file."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Say what a job loses: ranked findings with cost, evidence, and what the catalogue has against them.
+    """Say what a job loses and what to do next: ranked findings with cost, evidence, and remedies of the catalogue.
 
     Example: drivetrain diagnose runs/20261129-141503-llama-10m-3f2a --fail-above 10
     """
@@ -63,22 +69,40 @@ def diagnose(
     from drivetrain.cli.diagnose_sources import facts_of
     from drivetrain.cli.output import show_document
     from drivetrain.diagnose import diagnose as diagnosed
+    from drivetrain.diagnose.picture import picture_of
     from drivetrain.errors import DrivetrainError
 
     if view not in _VIEWS:
         raise DrivetrainError(f"--view {view!r} is none of {', '.join(_VIEWS)}")
     figures = Figures(model, tokens_per_step, device, dtype, peak_flops, achievable_flops)
-    found = diagnosed(facts_of(sources, figures=figures, rules=rules, expected=expect or ()))
+    facts = facts_of(sources, figures=figures, rules=rules, expected=expect or ())
+    found = diagnosed(facts)
     if fail_above is not None:
         _refuse_without_points(found, fail_above)
+    picture = picture_of(facts, found)
+    if html is not None:
+        _write_page(html, picture)
     if json:
-        show_document(found.to_document())
+        show_document(picture.to_document())
     else:
+        from drivetrain.cli.terminal import columns, show_lines
         from drivetrain.report.diagnosis_views import VIEWS
 
-        typer.echo(VIEWS[view](found))
+        show_lines(VIEWS[view](picture, columns()))
     if fail_above is not None:
         _judge(found, fail_above)
+
+
+def _write_page(path: str, picture: "Picture") -> None:
+    from pathlib import Path
+
+    from drivetrain.archive.atomic import write_text
+    from drivetrain.report.html_page import html_page
+    from drivetrain.report.section_diagnosis import diagnosis_report
+
+    target = Path(path)
+    write_text(target, html_page(diagnosis_report(picture)))
+    typer.echo(f"wrote {target}", err=True)
 
 
 def _refuse_without_points(found: "Diagnosis", most: float) -> None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from drivetrain.archive.reader import Run
     from drivetrain.archive.tunes import Tune
+    from drivetrain.diagnose.picture import Picture
     from drivetrain.report.blocks import Report
     from drivetrain.report.run_records import RunRecords
 
@@ -106,13 +107,29 @@ def _records(reference: str, runs_dir: str) -> "RunRecords":
     from drivetrain.report.run_records import read_records
 
     run = resolve_run(reference, runs_dir)
-    records = read_records(run)
+    picture, why_none = _picture_of(run)
+    records = dataclasses.replace(read_records(run), picture=picture, picture_note=why_none)
     if records.account is not None:
         return records
     account, fault = _account_of_traces(run)
     if fault:
         return dataclasses.replace(records, faults=(*records.faults, f"the account: {fault}"))
     return dataclasses.replace(records, account=account)
+
+
+def _picture_of(run: "Run") -> "tuple[Picture | None, str]":
+    """The diagnosis of the run's newest window, and why there is none."""
+    from drivetrain.cli.account_sources import Figures
+    from drivetrain.cli.diagnose_sources import facts_of
+    from drivetrain.diagnose import diagnose
+    from drivetrain.diagnose.picture import picture_of
+    from drivetrain.errors import DrivetrainError
+
+    try:
+        facts = facts_of([str(run.path)], figures=Figures(), rules=None, expected=())
+    except (DrivetrainError, OSError) as error:
+        return None, str(error)
+    return picture_of(facts, diagnose(facts)), ""
 
 
 def _account_of_traces(run: "Run") -> "tuple[dict[str, Any] | None, str]":

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from drivetrain.archive.collective_waits import RunCollectives
 from drivetrain.catalogue.time_models import TimeFacts
 from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.diagnose.chart_facts import ChartFacts
 from drivetrain.diagnose.run_figures import LEAST_STEPS, RunFigures
 from drivetrain.diagnose.trace_figures import TraceFigures
 from drivetrain.measure.account import Account
@@ -79,6 +80,8 @@ class Facts:
         device: the peaks' name of the device that work ran on; None where unknown.
         achievable_flops: sustained matrix products of a device in FLOP/s; None where unknown.
         achievable_dtype: that they were in.
+        charted: what the charts show beside.
+        run_path: of the run's directory, as a command names it; None for foreign traces.
         time: what models of time may look at; None: account, configuration and summary alone.
     """
 
@@ -99,6 +102,8 @@ class Facts:
     device: str | None = None
     achievable_flops: float | None = None
     achievable_dtype: str = "bf16"
+    charted: ChartFacts = field(default_factory=ChartFacts)
+    run_path: str | None = None
     time: TimeFacts | None = None
 
     def missing(self, need: Need) -> str | None:

@@ -150,6 +150,10 @@ class Window:
     """Disjoint split of the window; classes without time are left out."""
     unexplained_ns: int
     """Time about which the records are missing, clipped or contradictory."""
+    hidden_communication_ns: Mapping[str, int] | None = None
+    """Parallel group → its communication while something computes, as a union; groups whose collectives run at the same
+    time add up to more than `overlapped_communication_ns`. Groups that hide nothing are left out. None: withheld, or
+    not told. No part of the document, which has the sum."""
 
     def __post_init__(self) -> None:
         shared = sum(self.classes.values()) + self.unexplained_ns

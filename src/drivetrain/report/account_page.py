@@ -1,98 +1,99 @@
-"""An account as one HTML file: inline SVG, no JavaScript, nothing fetched. Opens from mail and artefact stores."""
+"""An account as one page of the same kind as a run's report: inline SVG, no JavaScript, nothing fetched."""
 
-from html import escape
-
-from drivetrain.measure.account import CLASSES, Account
-from drivetrain.report.svg import legal
+from drivetrain.measure.account import CLASSES, Account, RankAccount
+from drivetrain.report.blocks import Block, Bullets, Cell, Figure, Paragraph, Report, Table, Tone, section
+from drivetrain.report.html_page import html_page
 from drivetrain.report.timeline import timeline_svg
-from drivetrain.report.waterfall import waterfall_svg
+from drivetrain.report.waterfall import waterfall_svg, waterfall_text
 
 __all__ = ["account_page"]
 
-_STYLE = """
-body{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;max-width:960px;margin:2rem auto;
-padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:.5rem 0 1.5rem}
-th,td{padding:.2rem .8rem .2rem 0;text-align:right;font-variant-numeric:tabular-nums}
-th:first-child,td:first-child{text-align:left}
-thead th{border-bottom:1px solid #999}
-.error{color:#b00020}.warning{color:#8a5a00}.note{color:#555}
-svg{max-width:100%;height:auto}
-"""
+_TONES: dict[str, Tone] = {"error": "bad", "warning": "doubtful"}
 
 
 def account_page(account: Account, title: str) -> str:
     """The whole page."""
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
-        _health(account),
+    made = account.waterfall
+    word = "no MFU" if made is None or made.mfu is None else f"MFU {made.mfu:.1f}"
+    window = "no window" if made is None else made.window
+    sections = [
+        section("Health of the records", lambda: _health(account)),
+        section("Waterfall", lambda: _waterfall(account)),
+        section("Ranks and steps", lambda: _timeline(account)),
+        section("Classes", lambda: [_classes(account)]),
+        section("Collectives across ranks", lambda: _collectives(account)),
     ]
-    if account.waterfall is not None:
-        parts += ["<h2>Waterfall</h2>", waterfall_svg(account.waterfall, "Where the window went")]
-    parts += ["<h2>Ranks and steps</h2>", timeline_svg(account, "Where each step went")]
-    parts += ["<h2>Classes</h2>", _classes(account)]
-    if account.collectives or account.stragglers or account.absent_ranks:
-        parts += ["<h2>Collectives across ranks</h2>", _collectives(account)]
-    parts.append("</body></html>")
-    return legal("\n".join(parts) + "\n")
+    return html_page(Report("account", title, word, "plain", [window], sections))
 
 
-def _health(account: Account) -> str:
+def _health(account: Account) -> list[Block]:
     if not account.health:
-        return "<p>The records show no damage.</p>"
-    items = "".join(
-        f'<li class="{escape(finding.severity)}">{escape(finding.severity)}: {escape(finding.message)}'
-        f"{escape(_withheld(finding.affects))}</li>"
+        return [Paragraph("The records show no damage.", "muted")]
+    items = [
+        Cell(
+            f"{finding.severity}: {finding.message}",
+            _TONES.get(finding.severity, "muted"),
+            f"withheld: {', '.join(finding.affects)}" if finding.affects else "",
+        )
         for finding in account.health
-    )
-    return f"<h2>Health of the records</h2><ul>{items}</ul>"
+    ]
+    return [Bullets(items)]
 
 
-def _withheld(affects: tuple[str, ...]) -> str:
-    return f" (withheld: {', '.join(affects)})" if affects else ""
+def _waterfall(account: Account) -> list[Block]:
+    if account.waterfall is None:
+        return [Paragraph("The window has no length, so it has no waterfall.", "muted")]
+    svg = waterfall_svg(account.waterfall, "Where the window went")
+    return [Figure(svg, waterfall_text(account.waterfall))]
 
 
-def _classes(account: Account) -> str:
+def _timeline(account: Account) -> list[Block]:
+    rows = sum(max(len(rank.steps), 1) for rank in account.ranks)
+    return [Figure(timeline_svg(account, "Where each step went"), f"{rows} rows of ranks and steps")]
+
+
+def _classes(account: Account) -> Table:
+    """Milliseconds of each class by rank, over everything that was recorded."""
     names = [name for name in CLASSES if any(rank.whole.classes.get(name) for rank in account.ranks)]
-    head = "".join(f"<th>rank {rank.rank}</th>" for rank in account.ranks)
     rows = [
-        f"<tr><td>{escape(name)}</td>"
-        + "".join(f"<td>{_ms(rank.whole.classes.get(name, 0))}</td>" for rank in account.ranks)
-        + "</tr>"
+        [Cell(name), *(Cell(_ms(rank.whole.classes.get(name, 0))) for rank in account.ranks)]
         for name in names
     ]
-    for label, attribute in (("unexplained", "unexplained_ns"), ("window", "window_ns")):
-        cells = "".join(f"<td>{_ms(getattr(rank.whole, attribute))}</td>" for rank in account.ranks)
-        rows.append(f"<tr><td>{label}</td>{cells}</tr>")
-    return f"<table><thead><tr><th>ms</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+    def row(label: str, of: "list[int]") -> list[Cell]:
+        return [Cell(label), *(Cell(_ms(value)) for value in of)]
+
+    ranks: tuple[RankAccount, ...] = account.ranks
+    rows.append(row("unexplained", [rank.whole.unexplained_ns for rank in ranks]))
+    rows.append(row("window", [rank.whole.window_ns for rank in ranks]))
+    headings = ["ms", *(f"rank {rank.rank}" for rank in ranks)]
+    return Table(headings, rows, frozenset(range(1, len(headings))))
 
 
 def _ms(nanoseconds: int) -> str:
     return f"{nanoseconds / 1e6:,.3f}"
 
 
-def _collectives(account: Account) -> str:
-    rows = "".join(
-        f"<tr><td>{straggler.rank}</td><td>{straggler.times_last} of {straggler.collectives}</td>"
-        f"<td>{straggler.cost_ns_per_step / 1e6:,.3f}</td></tr>"
-        for straggler in account.stragglers
-    )
-    residual = account.clock_residual_ns
-    clock = (
-        ""
-        if residual is None
-        else f"<p>Clocks aligned by collectives, residual {residual / 1e3:,.1f} µs.</p>"
-    )
-    absent = (
-        f"<p>No trace of rank{'s' if len(account.absent_ranks) > 1 else ''} "
-        f"{', '.join(map(str, account.absent_ranks))}.</p>"
-        if account.absent_ranks
-        else ""
-    )
-    return (
-        f"{clock}{absent}<table><thead><tr><th>last to arrive: rank</th><th>times</th>"
-        f"<th>cost, ms a step</th></tr></thead><tbody>{rows}</tbody></table>"
-    )
+def _collectives(account: Account) -> list[Block]:
+    """Nothing for the trace of one rank."""
+    blocks: list[Block] = []
+    if account.clock_residual_ns is not None:
+        residual = f"{account.clock_residual_ns / 1e3:,.1f} µs"
+        blocks.append(Paragraph(f"Clocks aligned by collectives, residual {residual}."))
+    if account.absent_ranks:
+        which = (
+            f"rank{'s' if len(account.absent_ranks) > 1 else ''} {', '.join(map(str, account.absent_ranks))}"
+        )
+        blocks.append(Paragraph(f"No trace of {which}.", "doubtful"))
+    if account.stragglers:
+        rows = [
+            [
+                Cell(str(one.rank)),
+                Cell(f"{one.times_last:,} of {one.collectives:,}"),
+                Cell(f"{one.cost_ns_per_step / 1e6:,.3f}"),
+            ]
+            for one in account.stragglers
+        ]
+        headings = ["last to arrive: rank", "times", "cost, ms a step"]
+        blocks.append(Table(headings, rows, frozenset({1, 2})))
+    return blocks

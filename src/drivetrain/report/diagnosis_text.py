@@ -7,17 +7,22 @@ from drivetrain.diagnose.causes import CAUSES
 from drivetrain.diagnose.published import Nearest
 from drivetrain.diagnose.remedies import UNKNOWN_SETTINGS
 
-__all__ = ["diagnosis_text", "first_remedy"]
+__all__ = ["diagnosis_text", "findings_lines", "first_remedy"]
 
 _MOST = 10
 _DIFFERENCES = 6
-_REMEDIES = 4
+_REMEDIES = 3
 _INDENT = " " * 31
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:
     """The whole text."""
-    lines = [f"Diagnosis of {diagnosis.subject}", *_head(diagnosis)]
+    return "\n".join([f"Diagnosis of {diagnosis.subject}", *_head(diagnosis), "", *findings_lines(diagnosis)])
+
+
+def findings_lines(diagnosis: Diagnosis) -> list[str]:
+    """All findings, the nearest published run, and how much was not looked for."""
+    lines: list[str] = []
     for title, kind in (
         ("asked for, and not in effect", "not_in_effect"),
         ("set so that it costs time", "setting"),
@@ -25,19 +30,21 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
     ):
         found = [finding for finding in diagnosis.findings if finding.kind == kind]
         if found:
-            lines += ["", title]
+            lines.append(title)
         for finding in found:
             lines.append(f"  {finding.subject}: {finding.text}")
             lines += [f"      {one.text} ({one.source})" for one in finding.evidence]
             if kind == "setting":
                 lines.append(f"      {first_remedy(finding)}")
-    lines += ["", *_losses(diagnosis), "", *_nearest(diagnosis.nearest)]
+        if found:
+            lines.append("")
+    lines += [*_losses(diagnosis), "", *_nearest(diagnosis.nearest)]
     if diagnosis.not_asked:
         lines += [
             "",
             f"not looked for, {len(diagnosis.not_asked)} rules: the records lack what they need (--json says what)",
         ]
-    return "\n".join(lines)
+    return lines
 
 
 def first_remedy(finding: Finding) -> str:
@@ -51,7 +58,8 @@ def _nearest(nearest: Nearest) -> Iterator[str]:
     run = nearest.run
     mfu = "" if run.mfu is None else f", MFU {run.mfu:.1f} ({run.mfu_rule})"
     if not nearest.comparable:
-        yield "no published run is near this job, or too little is known of it; the nearest of those far away:"
+        yield "nearest published run: none is near this job, or too little is known of it (--json has those far away)"
+        return
     yield f"nearest published run: {run.name}{mfu}"
     yield f"  {run.source}; compared by {', '.join(nearest.compared) or 'nothing'}"
     if nearest.gap is None:
@@ -120,18 +128,21 @@ def _loss(finding: Finding) -> Iterator[str]:
     if finding.remedies:
         more = len(finding.remedies) - _REMEDIES
         rest = f", and {more} more in --json" if more > 0 else ""
-        yield f"{_INDENT}try {', '.join(map(_remedy, finding.remedies[:_REMEDIES]))}{rest}"
+        first, *others = finding.remedies[:_REMEDIES]
+        # A finding's remedies have one bound: it is said once.
+        said = [_remedy(first), *(_remedy(one, with_bound=one.ratio != first.ratio) for one in others)]
+        yield f"{_INDENT}try {', '.join(said)}{rest}"
     elif finding.part_of is None and finding.no_remedy is not None:
         yield f"{_INDENT}{finding.no_remedy}"
 
 
-def _remedy(remedy: Remedy) -> str:
+def _remedy(remedy: Remedy, *, with_bound: bool = True) -> str:
     changes = (
         remedy.field
         if remedy.change is None
         else " ".join(f"{leaf}={_written(value)}" for leaf, value in remedy.change.items())
     )
-    bound = "" if remedy.ratio is None else f", at most {remedy.ratio:.2f}x"
+    bound = "" if remedy.ratio is None or not with_bound else f", at most {remedy.ratio:.2f}x"
     expected = "" if remedy.estimate in (None, remedy.ratio) else f", about {remedy.estimate:.2f}x expected"
     note = "" if remedy.note in (None, UNKNOWN_SETTINGS) else f", {remedy.note}"
     if remedy.name is None:

@@ -4,23 +4,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from drivetrain.diagnose import Diagnosis, Finding
 from drivetrain.diagnose.causes import CAUSES, SEARCH
+from drivetrain.diagnose.charts import BAD, GOOD, communication_verdict
 from drivetrain.diagnose.diagnosis import EXPLAINS
-from drivetrain.report.diagnosis_text import diagnosis_text, first_remedy
+from drivetrain.diagnose.picture import Picture
+from drivetrain.report.charts_text import charts_lines
+from drivetrain.report.diagnosis_text import findings_lines, first_remedy
+from drivetrain.report.first_screen import screen_lines
+from drivetrain.report.styled import Line, line
 
-__all__ = ["VIEWS", "communication_verdict"]
+__all__ = ["VIEWS", "communication_verdict", "search_text", "symptoms_text"]
 
-GOOD, BAD = 0.10, 0.25
-"""Shares of a step in exposed communication below which it is good, and above which it is bad (SOURCES A18)."""
 _SEARCH_BELOW = 30.0
 """MFU near or below which the order of search is meant (SOURCES A18)."""
 
 
-def communication_verdict(share: float) -> str:
-    """What a share of exposed communication is worth, in a word."""
-    return "good" if share < GOOD else "bad" if share > BAD else "fair"
-
-
-def _symptoms(diagnosis: Diagnosis) -> str:
+def symptoms_text(diagnosis: Diagnosis) -> str:
     """What is seen, what it comes from here, and what to do first (SOURCES E7); causes that are here alone."""
     return "\n".join(
         [
@@ -57,7 +55,7 @@ def _without_wholes(diagnosis: Diagnosis) -> list[Finding]:
     return [one for one in diagnosis.findings if one.kind != "withheld" and not is_told(one)]
 
 
-def _search(diagnosis: Diagnosis) -> str:
+def search_text(diagnosis: Diagnosis) -> str:
     """The areas in the order in which an expert looks, each with what it costs and its first finding (SOURCES A18)."""
     share = diagnosis.communication_share
     lines = [
@@ -106,9 +104,33 @@ def _cost(finding: Finding) -> str:
     return "" if finding.cost_ns is None else f"{finding.cost_ns / 1e6:,.2f} ms: "
 
 
-VIEWS: Mapping[str, Callable[[Diagnosis], str]] = {
-    "losses": diagnosis_text,
-    "symptoms": _symptoms,
-    "search": _search,
+def _text_lines(make: Callable[[Diagnosis], str]) -> Callable[[Picture, int], list[Line]]:
+    """A view that is plain text; its first line is its title."""
+
+    def lines(picture: Picture, _width: int) -> list[Line]:
+        first, *rest = make(picture.diagnosis).split("\n")
+        return [line(first, "bold"), *map(line, rest)]
+
+    return lines
+
+
+def _losses(picture: Picture, width: int) -> list[Line]:
+    """What to do next on the first screen, below it all losses."""
+    return [*screen_lines(picture, width), (), *map(line, findings_lines(picture.diagnosis))]
+
+
+def _charts(picture: Picture, width: int) -> list[Line]:
+    return [
+        line(f"Diagnosis of {picture.diagnosis.subject}: three charts", "bold"),
+        (),
+        *charts_lines(picture.charts, width),
+    ]
+
+
+VIEWS: Mapping[str, Callable[[Picture, int], list[Line]]] = {
+    "losses": _losses,
+    "symptoms": _text_lines(symptoms_text),
+    "search": _text_lines(search_text),
+    "charts": _charts,
 }
-"""Name of a view → its text."""
+"""Name of a view → its lines, for a number of columns."""

@@ -1,18 +1,18 @@
 """Pictures of a ladder: the step time rung by rung, and which classes of the account it was taken from."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.measure.account import CLASSES
 from drivetrain.report.ladder_rows import change_in_words
 from drivetrain.report.palette import colour_of, group_of
-from drivetrain.report.svg import GRID, MUTED, document, line, rectangle, text
+from drivetrain.report.svg import GRID, document, legend, line, rectangle, text
 
 __all__ = ["Rung", "class_rungs", "classes_svg", "classes_text", "rungs_svg", "rungs_text", "step_time_rungs"]
 
-_PLOT, _VALUE, _ROW, _TOP = 500, 230, 30, 40
+_PLOT, _VALUE, _ROW, _TOP = 500, 270, 30, 40
 _LONGEST = 46
 FINAL = "final configuration"
 _BASELINE, _KEPT, _FINAL = "#8c96a0", "#56b4e9", "#0072b2"
@@ -114,8 +114,11 @@ def classes_svg(rungs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     longest = max(sum(classes.values()) for _, classes in rungs)
     groups = list(dict.fromkeys(group_of(name) for _, classes in rungs for name in _ordered(classes)))
     left = _label_width([label for label, _ in rungs])
-    elements = [text(16, 24, "Where a profiled step went, rung by rung", size=16), *_legend(groups)]
-    top = _TOP + 18
+    entries, used = legend(
+        [(colour_of("class", group), group) for group in groups], 16, 40, left + _PLOT + _VALUE, size=12
+    )
+    elements = [text(16, 24, "Where a profiled step went, rung by rung", size=16), *entries]
+    top = _TOP + used
     for index, (label, classes) in enumerate(rungs):
         y = top + index * _ROW
         elements.append(text(left - 10, y + 19, _short(label), anchor="end"))
@@ -148,14 +151,6 @@ def classes_text(rungs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 def _ordered(classes: Mapping[str, float]) -> list[str]:
     return [name for name in CLASSES if name in classes] + [name for name in classes if name not in CLASSES]
-
-
-def _legend(groups: Sequence[str]) -> Iterator[str]:
-    x = 16.0
-    for group in groups:
-        yield rectangle(x, 40, 12, 12, colour_of("class", group))
-        yield text(x + 17, 51, group, size=12, fill=MUTED)
-        x += 36 + 7 * len(group)
 
 
 def _label_width(labels: Sequence[str]) -> float:

@@ -16,6 +16,7 @@ from drivetrain.archive.listing import list_runs
 from drivetrain.archive.optimisations import records_of
 from drivetrain.archive.reader import Run, Segment, open_run
 from drivetrain.archive.tunes import TUNE_FILE, Tune, open_tune
+from drivetrain.diagnose.picture import Picture
 from drivetrain.errors import DrivetrainError
 from drivetrain.measure.optimisation import OptimisationRecord
 
@@ -42,6 +43,8 @@ class RunRecords:
         parent_note: why there is no parent; empty where there is one.
         tune: the ladder it belongs to.
         faults: pieces that are there and cannot be read.
+        picture: the diagnosis of its newest profiled window; None where there is none.
+        picture_note: why there is none; empty where there is one, or nobody looked.
     """
 
     run: Run
@@ -59,6 +62,8 @@ class RunRecords:
     parent_note: str
     tune: Tune | None
     faults: Sequence[str]
+    picture: Picture | None = None
+    picture_note: str = ""
 
     @property
     def manifest(self) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from drivetrain.report.section_account import account_section
 from drivetrain.report.section_changes import changes_section
 from drivetrain.report.section_communication import communication_section
 from drivetrain.report.section_curves import loss_section, step_time_section
+from drivetrain.report.section_diagnosis import charts_section, losses_section, next_section
 from drivetrain.report.section_figures import figures_section, headline_tiles
 from drivetrain.report.section_optimisations import optimisations_section, without_effect
 from drivetrain.report.section_provenance import events_section, moment_words, provenance_section
@@ -32,9 +33,12 @@ def run_report(records: RunRecords) -> Report:
     """Every section; those without anything to say are left out by the renderers."""
     tone = STATUS_TONES.get(records.status, "doubtful")
     sections = [
+        section("What to do next", lambda: next_section(records.picture, records.picture_note)),
         section("Five dimensions", lambda: figures_section(records)),
         section("What changed", lambda: changes_section(records)),
         section("Where the time went", lambda: account_section(records)),
+        section("What is lost", lambda: losses_section(records.picture)),
+        section("Three charts", lambda: charts_section(records.picture)),
         section("Communication", lambda: communication_section(records)),
         section("Loss and gradient norm", lambda: loss_section(records)),
         section("Step time", lambda: step_time_section(records)),

@@ -5,7 +5,7 @@ dark screen; a figure that stands alone keeps the light ones.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 __all__ = [
@@ -17,12 +17,14 @@ __all__ = [
     "circle",
     "document",
     "legal",
+    "legend",
     "line",
     "number",
     "path",
     "polyline",
     "rectangle",
     "text",
+    "width_of",
 ]
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -113,6 +115,30 @@ def text(
         f'<text x="{number(x)}" y="{number(y)}" text-anchor="{anchor}" font-size="{size}"{bold} '
         f"fill={quoteattr(fill)}{_class(fill)}>{escape(content)}</text>"
     )
+
+
+def width_of(content: str, size: int) -> float:
+    """About how wide a line of text is: a little more than most fonts need, since nobody knows which one is there."""
+    return 0.6 * size * len(content)
+
+
+def legend(
+    entries: Sequence[tuple[str, str]], x: float, y: float, right: float, *, size: int = 11
+) -> tuple[list[str], float]:
+    """A square and its word for each (colour, word), in as many rows as fit between ``x`` and ``right``.
+
+    Returns:
+        The elements, and how far below ``y`` the last row ends.
+    """
+    elements, place, row = [], x, 0
+    for colour, words in entries:
+        needed = 16 + width_of(words, size)
+        if place > x and place + needed > right:
+            place, row = x, row + 1
+        elements.append(rectangle(place, y + 18 * row, 12, 12, colour))
+        elements.append(text(place + 16, y + 18 * row + 11, words, size=size))
+        place += needed + 16
+    return elements, 18 * (row + 1)
 
 
 def document(width: float, height: float, label: str, elements: list[str]) -> str:

@@ -1,8 +1,10 @@
 """The waterfall of MFU, as a figure and as text: from 100 points of peak down to what is left."""
 
+import textwrap
+
 from drivetrain.measure.waterfall import Bar, Waterfall
 from drivetrain.report.palette import colour_of
-from drivetrain.report.svg import document, rectangle, text
+from drivetrain.report.svg import GRID, MUTED, document, rectangle, text
 
 __all__ = ["SMALLEST_BAR", "waterfall_svg", "waterfall_text"]
 
@@ -11,20 +13,24 @@ SMALLEST_BAR = 0.05
 
 _ROW, _LABEL, _VALUE, _PLOT = 22, 250, 70, 560
 _TOP, _BOTTOM = 56, 40
+_NOTE = 128
+"""Letters of a line of notes that fit."""
 
 
 def waterfall_svg(made: Waterfall, title: str) -> str:
     """A row a bar: each loss starts where the one before ended; what is MFU is at the bottom, from zero."""
     rows = _rows(made)
     unit = "MFU points" if made.unit == "mfu_points" else "% of time"
-    height = _TOP + _ROW * len(rows) + _BOTTOM + 16 * len(_notes(made))
-    elements = [text(16, 24, title, size=16), text(16, 42, f"{made.window}, in {unit}", fill="#555")]
+    # A note names its source, which may be long.
+    notes = [piece for note in _notes(made) for piece in textwrap.wrap(note, _NOTE, subsequent_indent="   ")]
+    height = _TOP + _ROW * len(rows) + _BOTTOM + 16 * len(notes)
+    elements = [text(16, 24, title, size=16), text(16, 42, f"{made.window}, in {unit}", fill=MUTED)]
     scale = _PLOT / 100
     for tick in range(0, 101, 20):
         x = _LABEL + tick * scale
-        elements.append(rectangle(x, _TOP - 4, 0.5, _ROW * len(rows) + 8, "#bbbbbb"))
+        elements.append(rectangle(x, _TOP - 4, 0.5, _ROW * len(rows) + 8, GRID))
         elements.append(
-            text(x, _TOP + _ROW * len(rows) + 20, str(tick), anchor="middle", size=11, fill="#555")
+            text(x, _TOP + _ROW * len(rows) + 20, str(tick), anchor="middle", size=11, fill=MUTED)
         )
     remaining = 100.0
     for index, bar in enumerate(rows):
@@ -37,10 +43,8 @@ def waterfall_svg(made: Waterfall, title: str) -> str:
         elements.append(rectangle(_LABEL + start * scale, y + 3, max(width, 0.75), _ROW - 6, fill, tip))
         elements.append(text(_LABEL + _PLOT + 8, y + 15, f"{bar.points:.2f}"))
         remaining -= bar.points
-    for index, note in enumerate(_notes(made)):
-        elements.append(
-            text(16, height - 10 - 16 * (len(_notes(made)) - 1 - index), note, size=11, fill="#555")
-        )
+    for index, note in enumerate(notes):
+        elements.append(text(16, height - 10 - 16 * (len(notes) - 1 - index), note, size=11, fill=MUTED))
     label = f"{title}: " + ", ".join(f"{bar.name} {bar.points:.1f}" for bar in rows)
     return document(_LABEL + _PLOT + _VALUE, height, label, elements)
 

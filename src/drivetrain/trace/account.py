@@ -29,6 +29,8 @@ from drivetrain.measure.flops import FlopCount, model_flops
 from drivetrain.measure.intervals import (
     EMPTY,
     Intervals,
+    intersect,
+    subtract,
     total_within,
 )
 from drivetrain.measure.peaks import Peak
@@ -49,7 +51,7 @@ from drivetrain.trace.ranks import (
     compare_ranks,
     distinct_ranks,
 )
-from drivetrain.trace.slices import RankSplit, communication_parts
+from drivetrain.trace.slices import RankSplit, communication_parts, group_intervals
 from drivetrain.trace.steps import UNKNOWN_TIME, cpu_windows, device_windows
 from drivetrain.trace.table import Category, Trace
 from drivetrain.trace.timeline import RankTimeline, StepWindow, timeline_of
@@ -91,6 +93,8 @@ class _Draft:
     windows: NDArray[np.int64]
     numbers: tuple[int, ...]
     figures: Mapping[str, NDArray[np.int64]]
+    hidden: Mapping[str, NDArray[np.int64]]
+    """Parallel group → its communication under compute."""
     classes: Mapping[str, NDArray[np.int64]]
     explained: bool
     withheld: Mapping[str, str]
@@ -229,12 +233,18 @@ def _draft(trace: Trace, step_window: StepWindow, table: NameTable, keep_parts: 
         "exposed_communication": total_within(exposed, cut),
         "copy": total_within(line.copies, cut),
     }
+    facts = _facts(trace, classes, line, exposed, table)
+    covered = subtract(line.communication, exposed)
     return _Draft(
-        facts=_facts(trace, classes, line, exposed, table),
+        facts=facts,
         view=line.view,
         windows=cut,
         numbers=numbers,
         figures=figures,
+        hidden={
+            group: total_within(intersect(part, covered), cut)
+            for group, part in group_intervals(facts.communication).items()
+        },
         classes={name: total_within(part, cut) for name, part in parts.items()},
         explained=line.explained,
         withheld=reasons,
@@ -398,7 +408,14 @@ def _window(draft: _Draft, classes: Mapping[str, NDArray[np.int64]], index: int)
     }
     shown = {key: None if _is_withheld(key, draft.withheld) else value for key, value in figures.items()}
     ordered = {name: taken[name] for name in CLASSES if name in taken}
-    return Window(window_ns=length, classes=ordered, unexplained_ns=unexplained, **shown)
+    covered = {group: int(values[index]) for group, values in draft.hidden.items() if values[index]}
+    return Window(
+        window_ns=length,
+        classes=ordered,
+        unexplained_ns=unexplained,
+        hidden_communication_ns=None if shown["overlapped_communication_ns"] is None else covered,
+        **shown,
+    )
 
 
 _IMPLIES: Mapping[str, tuple[str, ...]] = {

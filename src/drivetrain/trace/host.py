@@ -21,7 +21,7 @@ from drivetrain.trace.lookup import contained, distinct, flags
 from drivetrain.trace.name_table import CAUSES, NameTable
 from drivetrain.trace.table import Category, EventTable
 
-__all__ = ["HostRecords", "host_compute"]
+__all__ = ["HostRecords", "compute_rows", "host_compute"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +101,10 @@ class HostRecords:
         is_profiler = overhead & (self.cause_of_name[self.events.name] == profiler)
         return np.where(is_profiler, np.int8(profiler), rows)
 
+    def tells(self, name: str) -> bool:
+        """Whether any record says that a cause held: without one, its time is unknown and not zero."""
+        return bool((self._cause_rows == CAUSES.index(name)).any())
+
     def causes(self) -> Mapping[str, Intervals]:
         """Class of the account → when its cause held, in the order in which they take time.
 
@@ -142,8 +146,7 @@ def host_compute(records: HostRecords) -> dict[str, Intervals]:
     they are and what they do the classification says. Operators inside loading or maintenance belong to those.
     """
     events, classes = records.events, records.classification
-    rows = np.flatnonzero(classes.is_compute() & records.main_threads)
-    rows = rows[~_inside(events.start_ns[rows], records.set_apart())]
+    rows = compute_rows(records)
     kind, again = classes.kind[rows], classes.recompute[rows]
     starts = events.start_ns[rows]
     ends = starts + events.duration_ns[rows]
@@ -152,6 +155,12 @@ def host_compute(records: HostRecords) -> dict[str, Intervals]:
         mine = (kind == index) & ~again
         sets[CLASSES[index]] = union(starts[mine], ends[mine])
     return sets
+
+
+def compute_rows(records: HostRecords) -> NDArray[np.int64]:
+    """Rows of the operators that are the compute of the host view, ascending."""
+    rows = np.flatnonzero(records.classification.is_compute() & records.main_threads)
+    return rows[~_inside(records.events.start_ns[rows], records.set_apart())]
 
 
 def _inside(times: NDArray[np.int64], intervals: Intervals) -> NDArray[np.bool_]:

@@ -17,7 +17,7 @@ from drivetrain.trace.host_context import Ranges, host_places, own_places
 from drivetrain.trace.sequence import BackwardNodes
 from drivetrain.trace.table import Category, EventTable
 
-__all__ = ["REGION", "OperatorTotal", "operator_totals", "region_rows"]
+__all__ = ["REGION", "OperatorTotal", "operator_totals", "region_of_rows", "region_rows"]
 
 REGION = re.compile(r"drivetrain/operator/(?P<operator>[^/]+)/(?P<backend>[^/]+)$")
 """The name of a region."""
@@ -117,3 +117,19 @@ def operator_totals(
             )
         )
     return tuple(sorted(found, key=lambda one: (-one.total_ns, one.operator, one.backend)))
+
+
+def region_of_rows(events: EventTable, rows: NDArray[np.int64], *, host_view: bool) -> NDArray[np.int64]:
+    """Index into ``events.names`` of the region that each of some rows of work belongs to; -1: none. Shape (k,)."""
+    found = np.full(len(rows), -1, np.int64)
+    regions = region_rows(events)
+    if len(regions) == 0:
+        return found
+    places = own_places(events, rows) if host_view else host_places(events, rows)
+    nodes = BackwardNodes.made_in(events, regions)
+    for name in np.unique(events.name[regions]).tolist():
+        mine = regions[events.name[regions] == name]
+        ranges = (Ranges.of(events, mine), Ranges.of(events, nodes.of(mine)))
+        for one in ranges:
+            found[one.contain(places.key, places.time_ns) & (found < 0)] = name
+    return found

@@ -17,7 +17,7 @@ from drivetrain.trace.collectives import POINT_TO_POINT_KINDS, CommunicationReco
 from drivetrain.trace.pipeline import WAITING, PipelineFacts, bubble_parts
 from drivetrain.trace.steps import UNKNOWN_TIME
 
-__all__ = ["RankSplit", "Slices", "class_slices", "communication_parts", "last_ranks"]
+__all__ = ["RankSplit", "Slices", "class_slices", "communication_parts", "group_intervals", "last_ranks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +92,16 @@ def communication_parts(
     if pipeline is not None and known.any():
         parts.update(bubble_parts(pipeline, records, arrived_ns, parts[WAITING]))
     return parts
+
+
+def group_intervals(records: CommunicationRecords) -> dict[str, Intervals]:
+    """Parallel group → when any of its collectives was under way; groups without any are left out."""
+    label = np.array(records.label, np.str_)
+    return {
+        group: union(records.start_ns[label == group], records.end_ns[label == group])
+        for group in PARALLEL_GROUPS
+        if (label == group).any()
+    }
 
 
 def class_slices(split: RankSplit) -> Slices:

@@ -32,6 +32,7 @@ BASE = load_config("llama-2m", FOR_TWO).config
 # What a model must be like for entries that have nothing to do in a Llama.
 MODELS = {
     "hierarchical_collectives": ["training.micro_batch_size=4"],
+    "embedding_offload": ["model.untie_embeddings_and_output_weights=true"],
     "layer_norm": ["model.normalization=LayerNorm"],
     "add_layer_norm": ["model.normalization=LayerNorm"],
     "bias_dropout_add": ["model.hidden_dropout=0.1"],
@@ -94,6 +95,7 @@ SHOWN = {
     ),
     "keep_freed_memory": Observation(2, host_memory=HostMemory(True, page_faults_per_step=3.0)),
     "optimizer_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/optimizer": Count(6, 90)}),
+    "embedding_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/embedding": Count(6, 90)}),
     "optimizer_state_dtype": Observation(2, ranges={**LOOP, "drivetrain/optimizer/bf16_state": Count(6, 90)}),
     "activation_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/activations": Count(6, 90)}),
 }
@@ -130,6 +132,7 @@ ABSENT = {
     "tp_symmetric_memory": Observation(2, ranges=LOOP, collective_bytes={"all_gather": (4_000_000,) * 8}),
     "keep_freed_memory": Observation(2, host_memory=HostMemory(False, page_faults_per_step=9_000.0)),
     "optimizer_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/activations": Count(6, 90)}),
+    "embedding_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/optimizer": Count(6, 90)}),
     "optimizer_state_dtype": Observation(2, ranges=LOOP),
     "activation_offload": Observation(2, ranges={**LOOP, "drivetrain/offload/optimizer": Count(6, 90)}),
 }

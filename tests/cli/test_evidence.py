@@ -37,6 +37,7 @@ OFF = [
     "memory.optimizer_offload_fraction=0",
     "precision.optimizer_state_dtype=fp32",
     "memory.cpu_offloading_num_layers=0",
+    "memory.offload_embedding=false",
     "data.packing=pad",
     "memory.recompute_granularity=none",
 ]
@@ -115,6 +116,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
         1,
         [*OFF, *WINDOW, "memory.optimizer_offload_fraction=1", "memory.cpu_offloading_num_layers=1"],
     ),
+    "embedding on the host": (
+        1,
+        [*OFF, *WINDOW, "memory.offload_embedding=true", "model.untie_embeddings_and_output_weights=true"],
+    ),
     "compiled": (1, [*OFF, *WINDOW, "fusion.compile=true"]),
     "operators": (1, [*OFF, *WINDOW, *OPERATORS]),
     "operators, gpt": (
@@ -131,6 +136,7 @@ ON_IN = {
     "packing": "on",
     "activation_offload": "offloaded",
     "optimizer_offload": "offloaded",
+    "embedding_offload": "embedding on the host",
     "optimizer_state_dtype": "fp16",
     "recompute": "on",
     "prefetch": "prefetched",

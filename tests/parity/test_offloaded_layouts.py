@@ -10,6 +10,7 @@ import torch
 from memory_layouts import COMPILED, PP, SP, Case, unequal
 from parity_cases import gpt, llama, micro_batches
 
+from drivetrain.catalogue.rules import all_rules
 from drivetrain.config import RunConfig, layout_of, violations
 from drivetrain.config.rules import LaunchFacts
 from drivetrain.engine.checkpoint import held_state
@@ -27,6 +28,7 @@ from drivetrain.engine.step import Stepper
 from rank_processes import on_kept_ranks, on_ranks
 
 STEPS = 3
+UNTIED = {"untie_embeddings_and_output_weights": True}
 PLANS: dict[str, dict[str, Any]] = {
     "states 0.3": {"optimizer_offload_fraction": 0.3},
     "states 1": {"optimizer_offload_fraction": 1.0},
@@ -43,6 +45,24 @@ CASES = {
     "pp2-interleaved": Case(2, gpt(4, dropout=0.2), {**PP, "pipeline_schedule": "interleaved_1f1b"}),
     "pp2-zbv": Case(2, llama(4), {**PP, "pipeline_schedule": "zbv"}, micro_batches=4),
     "tp2-pp2": Case(4, llama(4), {**SP, **PP}),
+}
+
+
+EMBEDDING_PLANS: dict[str, dict[str, Any]] = {
+    "rows": {"offload_embedding": True},
+    "rows and all layers": {"offload_embedding": True, "cpu_offloading_num_layers": 2},
+}
+EMBEDDING_CASES = {
+    **{
+        f"dp2-zero{stage}": Case(2, gpt(2, dropout=0.2, **UNTIED), {"zero_stage": stage})
+        for stage in (0, 1, 2)
+    },
+    "dp2-zero1-gather": Case(2, llama(2, untied=True), {"zero_stage": 1}, {"overlap_param_gather": True}),
+    "dp2-each": Case(
+        2, llama(2, untied=True), {"zero_stage": 2, "reduce_each_micro_batch": True}, micro_batches=4
+    ),
+    "pp2-1f1b": Case(2, llama(4, untied=True), PP, micro_batches=4),
+    "pp2-zbv": Case(2, llama(4, untied=True), {**PP, "pipeline_schedule": "zbv"}, micro_batches=4),
 }
 
 
@@ -72,6 +92,7 @@ def trained(config: RunConfig, group: ProcessGroup) -> dict[str, torch.Tensor]:
         max_norm=0.5,
         pipeline=local.pipeline,
         offload=building.offload,
+        embedding=building.embedding_offload,
     )
     found: dict[str, torch.Tensor] = {}
     moved = None
@@ -94,6 +115,8 @@ def trained(config: RunConfig, group: ProcessGroup) -> dict[str, torch.Tensor]:
             held.tensor.nbytes for name, held in state.optimizer.items() if not name.endswith("/step")
         )
         assert share == 1.0 if memory.optimizer_offload_fraction == 1 else 0 < share <= 0.3
+    if building.embedding_offload is not None and local.decoder.embedding is not None:
+        assert building.embedding_offload.rows_moved > 0
     if building.offload is not None:
         building.offload.close()
     return found
@@ -103,9 +126,19 @@ def trained(config: RunConfig, group: ProcessGroup) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_of_weights_or_state_differs_on_any_rank(name: str) -> None:
     case = CASES[name]
-    for memory in PLANS.values():
-        assert violations(case.config(**memory), LaunchFacts(world_size=case.world_size)) == []
-    for different in on_kept_ranks(unequal, case.world_size, trained, case, PLANS):
+    no_bit_differs(case, PLANS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EMBEDDING_CASES)
+def test_no_bit_differs_where_the_embedding_is_on_the_host(name: str) -> None:
+    no_bit_differs(EMBEDDING_CASES[name], EMBEDDING_PLANS)
+
+
+def no_bit_differs(case: Case, plans: dict[str, dict[str, Any]]) -> None:
+    for memory in plans.values():
+        assert violations(case.config(**memory), LaunchFacts(world_size=case.world_size), all_rules()) == []
+    for different in on_kept_ranks(unequal, case.world_size, trained, case, plans):
         assert different == []
 
 

@@ -104,6 +104,9 @@ class MemoryConfig(Section):
     optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the optimizer's state that lives in host memory and visits the device to be updated: of whole parameters
     as many as fit. Costs 16 bytes over the link a fp32 element and step."""
+    offload_embedding: bool = False
+    """The input embedding, its gradient and its moments live in host memory; the rows that a micro-batch uses visit the
+    device. The host updates them."""
     cpu_offloading_num_layers: Count = Field(default=0, ge=0, le=100_000)
     """So many first layers of the model have their activations wait for backward in host memory; each is fetched while
     the one after it is used."""

@@ -148,6 +148,7 @@ def assemble(
             pipeline=local.pipeline,
             loss_scaler=_loss_scaler(building, checkpoint),
             offload=building.offload,
+            embedding=building.embedding_offload,
         ),
         recorder=Recorder(
             config,

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from drivetrain.engine.memory.offload_copies import CopyEngine, Moved
+from drivetrain.engine.memory.offload_embedding import EmbeddingOffload
 from drivetrain.engine.model.batch import Batch
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.optimizer import set_learning_rate
@@ -76,6 +77,7 @@ class Stepper:
     Attributes:
         loss_scaler: scales the loss, and has steps skipped whose gradients overflow; None: neither is done.
         offload: copies between device and host memory; None: nothing is offloaded.
+        embedding: is told of each micro-batch before its turn; None: the embedding is on the device.
     """
 
     decoder: Decoder
@@ -89,6 +91,7 @@ class Stepper:
     pipeline: Pipeline | None
     loss_scaler: LossScaler | None = None
     offload: CopyEngine | None = None
+    embedding: EmbeddingOffload | None = None
 
     def step(
         self,
@@ -211,10 +214,16 @@ class Stepper:
         loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         counts: list[int] = []
         flights = self.sync.traffic.flights
+        if self.embedding is not None:
+            self.embedding.announce(micro_batches[0])
         for index, host_batch in enumerate(micro_batches):
             with record_function("drivetrain/h2d"):
                 batch = host_batch.to(self.device)
             last = index == self.num_microbatches - 1
+            if self.embedding is not None:
+                self.embedding.arrived(host_batch, batch)
+                if not last:
+                    self.embedding.announce(micro_batches[index + 1])
             with self.sync.micro_batch(last=last):
                 with record_function("drivetrain/forward"):
                     loss = self.decoder.loss_sum(batch)

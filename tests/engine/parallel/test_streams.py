@@ -114,6 +114,23 @@ def test_the_host_waits_on_the_current_stream_alike() -> None:
         assert data.eq(3).all()
 
 
+def test_a_stream_takes_one_core_and_leaves_its_givers_operations_theirs() -> None:
+    code = """
+import torch
+torch.set_num_threads(3)
+from drivetrain.engine.parallel.streams import HostStream
+found = []
+with HostStream("copies") as stream:
+    stream.run(lambda: found.append(torch.get_num_threads())).wait()
+    of_products = [line for line in torch.__config__.parallel_info().splitlines() if "get_max_threads" in line]
+    print(found, torch.get_num_threads(), sorted({int(line.rpartition(":")[2]) for line in of_products}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900
+    )
+    assert done.stdout.split("\n")[0] == "[1] 3 [3]"
+
+
 def test_no_gradient_is_recorded_in_a_stream(streams: tuple[HostStream, HostStream]) -> None:
     stream, _ = streams
     weight, made = torch.ones(2, requires_grad=True), []

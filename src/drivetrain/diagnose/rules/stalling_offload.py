@@ -21,6 +21,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     cost = waited / step * facts.mean.window_ns
     asked = {
         "activation_offload": bool(memory.cpu_offloading_num_layers),
+        "embedding_offload": memory.offload_embedding,
         "optimizer_offload": bool(memory.optimizer_offload_fraction),
     }
     moved = means.get("offload/moved_bytes", 0.0)

@@ -123,6 +123,15 @@ class CopyEngine:
             self._waits.append((before, mark(self.device)))
         self._flying = [flight for flight in self._flying if flight[0] is not event]
 
+    def wait_on_host(self, event: Event) -> None:
+        """Return when ``event`` is over: what has arrived is read by the host itself. Counted as :meth:`wait` is; on
+        CUDA it is the time for which the device has nothing to do meanwhile."""
+        before = mark(self.device)
+        with record_function(OFFLOAD_WAIT):
+            event.wait()
+        self._waits.append((before, mark(self.device)))
+        self._flying = [flight for flight in self._flying if flight[0] is not event]
+
     def take(self) -> Moved:
         """The figures since the last call. Never waits."""
         self._forget_landed()

@@ -140,7 +140,7 @@ def _without_compile(config: RunConfig) -> RunConfig:
 
 def _all_on_device(config: RunConfig) -> RunConfig:
     """Tensors without memory cannot be copied to the host: what is offloaded is counted where it is not."""
-    stays = {"cpu_offloading_num_layers": 0, "optimizer_offload_fraction": 0.0}
+    stays = {"cpu_offloading_num_layers": 0, "optimizer_offload_fraction": 0.0, "offload_embedding": False}
     return config.model_copy(update={"memory": config.memory.model_copy(update=stays)})
 
 
@@ -252,7 +252,8 @@ def _not_counted(config: RunConfig, world_size: int, documents_known: bool) -> t
         lines.append(
             "compiled code: blocks are counted as they run eagerly, with what it fuses away and without its own buffers"
         )
-    if config.memory.cpu_offloading_num_layers or config.memory.optimizer_offload_fraction:
+    memory = config.memory
+    if memory.cpu_offloading_num_layers or memory.optimizer_offload_fraction or memory.offload_embedding:
         lines.append("offload: what it moves is counted as if it stayed on the device")
     if config.run.device == "cuda":
         lines.append("operators of a CUDA device where they save other tensors than those of a CPU")

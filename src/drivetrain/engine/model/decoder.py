@@ -104,6 +104,7 @@ class Decoder(nn.Module):
         before_use: called with a part of the model each time before its parameters are read; None: nobody wants to
             know. (No forward hooks of torch: compiled blocks would have them in their graphs.)
         run_layers: runs layers in another way than one after the other; None: just so.
+        look_up: from a batch to its rows of the embedding, (T, D), where these are elsewhere; None: they are here.
     """
 
     def __init__(self, model: ModelConfig, compute_dtype: torch.dtype) -> None:
@@ -125,6 +126,7 @@ class Decoder(nn.Module):
         self.blocks_are_compiled = False
         self.before_use: Callable[[nn.Module], None] | None = None
         self.run_layers: RunLayers | None = None
+        self.look_up: Callable[[Batch], Tensor] | None = None
         if compute_dtype == torch.float64:
             self.double()
 
@@ -159,7 +161,8 @@ class Decoder(nn.Module):
         self._about_to_use(self.embedding if input_embeddings is None else None, self.position_embedding)
         if input_embeddings is None:
             assert self.embedding is not None, "this part of the model has no embedding"
-            x_TD = self.embedding(batch.token_ids.flatten())
+            look_up = self.look_up
+            x_TD = self.embedding(batch.token_ids.flatten()) if look_up is None else look_up(batch)
         else:
             x_TD = input_embeddings.flatten(0, 1)
         if self.position_embedding is not None:

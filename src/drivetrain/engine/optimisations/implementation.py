@@ -13,6 +13,7 @@ from drivetrain.engine.data.loader import BatchLoader
 from drivetrain.engine.devices import Device
 from drivetrain.engine.memory.offload_activations import ActivationOffload
 from drivetrain.engine.memory.offload_copies import CopyEngine
+from drivetrain.engine.memory.offload_embedding import EmbeddingOffload
 from drivetrain.engine.memory.offload_optimizer import StateOffload
 from drivetrain.engine.model.decoder import Decoder
 from drivetrain.engine.model.parts import Part
@@ -73,6 +74,7 @@ class Building:
         async_save: whether a thread writes checkpoints while training goes on.
         offload: copies between device and host memory; None: nothing is offloaded.
         state_offload: the share of the optimizer's state that lives on the host; None: none does.
+        embedding_offload: holds the input embedding on the host; None: it is where the other parameters are.
         activation_offload: of the first layers, from the stage ``model`` on; None: there is none.
         operators: who computes what the model is made of.
         service: what all ranks have counted of that; None until the end, or where this rank's own count is all.
@@ -105,6 +107,7 @@ class Building:
     async_save: bool = False
     offload: CopyEngine | None = None
     state_offload: StateOffload | None = None
+    embedding_offload: EmbeddingOffload | None = None
     activation_offload: ActivationOffload | None = None
     operators: Selection = field(default_factory=Selection)
     service: Service | None = None

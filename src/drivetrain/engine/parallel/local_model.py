@@ -72,6 +72,8 @@ def build_local_model(
     if building.fused_calls is not None and tensor_ranks is not None:
         meet(tensor_ranks, device)
     decoder.to_empty(device=device)
+    if building.embedding_offload is not None:
+        building.embedding_offload.take_home(decoder)
     pipeline = None
     if plan is not None:
         shards = mesh.size("tp") if parallelism.sequence_parallel else 1

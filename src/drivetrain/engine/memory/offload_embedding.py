@@ -99,11 +99,6 @@ class EmbeddingOffload:
         rows_UD: Tensor = _Rows.apply(self.weight, visit, self._engine)  # type: ignore[no-untyped-call]
         return F.embedding(visit.place_T, rows_UD)
 
-    def forget(self) -> None:
-        """Drop what was announced and not looked up: weights are about to change."""
-        self._announced.clear()
-        self._ready.clear()
-
     def _visit_of(self, token_ids: Tensor) -> _Visit:
         for index, (known, visit) in enumerate(self._ready):
             if known is token_ids:

@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from drivetrain.archive.encoding import SCHEMA
 from drivetrain.engine.memory.host import PlainPageFaults, look_at_allocator
 from drivetrain.engine.memory.measured import MemoryMarks
+from drivetrain.engine.recorded_collections import RecordedCollections
 from drivetrain.engine.trace_file import export_trace, remove_leftovers, trace_bytes
 from drivetrain.engine.training_run import TrainingRun
 from drivetrain.errors import DrivetrainError
@@ -94,6 +95,7 @@ class ProfileWindow:
         self._cut_because: str | None = None
         self._faults: PlainPageFaults | None = None
         self._marks: MemoryMarks | None = None
+        self._collections = RecordedCollections()
 
     @property
     def tags(self) -> list[str]:
@@ -194,6 +196,7 @@ class ProfileWindow:
         if self._marks is not None:
             self._marks.begin()
         if self._profiler is not None:
+            self._collections.begin()
             self._profiler.start_trace()
 
     def _stop(self) -> profile | None:
@@ -205,6 +208,7 @@ class ProfileWindow:
         if profiler is not None:
             _wait_for_device(self._run.device.torch_device)
             profiler.stop_trace()
+        self._collections.end()
         return profiler
 
     def _abandon(self) -> None:

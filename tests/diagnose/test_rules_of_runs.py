@@ -137,6 +137,9 @@ def test_padding_costs_its_share_of_computation_and_of_effective_mfu() -> None:
     assert found.points == pytest.approx(0.4 * (made.waterfall.mfu or 0.0))
     assert [remedy.name for remedy in found.remedies] == ["packing"]
     assert not findings("data.padding", figures(padding=0.0), made=made)
+    updates = {"compute.matmul": 50 * MS, "compute.optimizer": 50 * MS}
+    (found,) = findings("data.padding", figures(padding=0.4), "data.packing=pad", classes=updates)
+    assert found.cost_ns == pytest.approx(20 * MS), "an update takes as long without padding"
 
 
 # ---- communication, pipeline ----------------------------------------------------------------------------------------
@@ -394,7 +397,7 @@ def test_recompilations_cost_the_steps_that_compiled_and_name_line_and_guard() -
 def test_a_graph_break_is_named_by_its_line_and_has_no_cost() -> None:
     files = figures(graph_breaks=({"place": "model.py:30", "why": "masked_select", "count": 6},))
     (found,) = findings("kernels.graph_break", files)
-    assert (found.subject, found.cost_ns) == ("model.py:30", None)
+    assert (found.subject, found.cost_ns, found.kind) == ("model.py:30", None, "setting")
     assert not findings("kernels.graph_break", figures())
 
 

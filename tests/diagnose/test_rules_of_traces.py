@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_diagnosis import MS, account
+from test_diagnosis import MS, account, config_with
 
+from drivetrain.catalogue.time_models import TimeFacts
 from drivetrain.diagnose import Facts, Finding, diagnose
 from drivetrain.diagnose.trace_figures import TraceFigures, trace_figures
 from drivetrain.measure.account import Account
@@ -208,6 +209,24 @@ def test_products_in_fp32_cost_what_16_bits_would_save_by_the_peaks(tmp_path: Pa
     assert not findings("kernels.wrong_precision", narrow, classes, device="A100-SXM-80GB")
 
 
+def test_products_in_fp32_on_a_cpu_are_a_fault_where_it_was_measured_to_be_faster_in_16_bits(
+    tmp_path: Path,
+) -> None:
+    shapes = {"Input Dims": [[512, 512], [512, 512]], "Input type": [FP32, FP32]}
+    wide = figures(tmp_path, [*steps(1), event("cpu_op", "aten::mm", 10, 100, **shapes)])
+    classes = {"compute.matmul": 100_000}
+    made = account(classes, peak=False)
+
+    def measured(**flops: float) -> dict[str, TimeFacts]:
+        return {"time": TimeFacts(made, config_with(), matmul_flops=flops)}
+
+    (found,) = findings("kernels.wrong_precision", wide, classes, **measured(fp32=1e11, bf16=4e11))
+    assert found.cost_ns == pytest.approx(75_000)
+    assert not findings("kernels.wrong_precision", wide, classes)
+    for flops in ({}, {"fp32": 1e11}, {"bf16": 4e11}, {"fp32": 1e11, "bf16": 5e10}):
+        assert not findings("kernels.wrong_precision", wide, classes, **measured(**flops))
+
+
 # ---- memory, shapes --------------------------------------------------------------------------------------------------
 
 
@@ -249,9 +268,12 @@ def test_one_shorter_batch_is_told_from_shapes_that_always_change(tmp_path: Path
     )
     assert short.evidence[0].steps == (4,)
     assert "96 x 256 x 256 where others have 512 x 256 x 256" in short.evidence[0].text
-    assert short.cost_ns is None
+    assert (short.cost_ns, short.kind) == (None, "loss")
     (varying,) = findings("shapes.dynamic", figures(tmp_path, batches(512, 512, 480, 500, 512)), classes)
     assert varying.evidence[0].steps == (2, 3)
+    compiled = {"in_use": frozenset({"compile"})}
+    several = figures(tmp_path, batches(512, 512, 480, 500, 512))
+    assert [one.kind for one in findings("shapes.dynamic", several, classes, **compiled)] == ["setting"]
     assert findings("shapes.dynamic", figures(tmp_path, batches(512, 512, 512, 512, 1024)), classes)
     same = figures(tmp_path, batches(512, 512, 512, 512, 512))
     assert same.shapes is not None

@@ -51,6 +51,7 @@ def test_a_step_that_something_else_made_longer_too_is_not_laid_at_the_collector
     log(writer, 25, 5.0, "gc", "profile")
     found = figures_of(open_run(writer.path))
     assert found.excess_s["gc"].keys() == {10}
+    assert found.logged_steps == 22, "nor is the excess spread over it"
 
 
 def test_steps_without_a_time_and_figures_that_are_not_finite_give_no_mean(writer: RunWriter) -> None:

@@ -91,7 +91,7 @@ CAUSES: Mapping[str, Cause] = {
         "data",
         "tokens a second look good and the loss falls slowly",
         "a part of what is computed is padding that carries no loss",
-        "the time of computation times the share of padding",
+        "the time of computation without the update, times the share of padding",
         "pack several documents into a sequence",
     ),
     "communication.exposed": Cause(

@@ -39,7 +39,7 @@ class RunFigures:
         early, late: the same over the first and the last quarter; empty with less than 16 steady steps.
         excess_s: tag (``compile``, ``gc``) → step → seconds above the median steady step, of steps with that tag and no
             other after the first steady one: what else took time in a step is not told apart.
-        logged_steps: steps from the first steady one on.
+        logged_steps: steps from the first steady one on, without profiled ones, of which `excess_s` has none either.
         segment_steps: steps of the segment, by the summary, which counts those of the run; None without one.
         maintenance: ``checkpoint``, ``evaluation`` → time at an interval; absent without a summary.
         padding: share of the processed tokens that are padding by construction; None where the run does not say.
@@ -103,7 +103,10 @@ def figures_of(run: Run) -> RunFigures:
         early=_means(steady[:quarter]),
         late=_means(steady[len(steady) - quarter :]) if quarter else {},
         excess_s={tag: _excess(lines, steady, tag) for tag in ("compile", "gc")},
-        logged_steps=sum(bool(steady) and line["step"] >= steady[0]["step"] for line in lines),
+        logged_steps=sum(
+            bool(steady) and line["step"] >= steady[0]["step"] and "profile" not in line["tags"]
+            for line in lines
+        ),
         segment_steps=_steps_since(start, summary),
         maintenance=_maintenance(summary, own),
         padding=_newest(own, "data", "padding_frac").get("padding_frac"),

@@ -16,6 +16,7 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     if shapes is None or not shapes.odd:
         return
     short = len(shapes.odd) == 1 and shapes.less
+    compiled = "compile" in facts.in_use or (facts.config is not None and facts.config.fusion.compile)
     yield loss(
         facts,
         "changing_shapes",
@@ -23,6 +24,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
         f"step {shapes.odd[0]}" if short else f"{len(shapes.odd)} of {len(shapes.steps)} steps",
         None,
         why_unknown="what equal shapes would have taken was not measured",
+        # Code that was compiled for one shape is compiled again for others, or for any; operators take what comes.
+        kind="setting" if compiled else "loss",
         confidence="medium",
         evidence=(
             Evidence(

@@ -16,7 +16,9 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     padding = facts.figures.padding
     if not padding:
         return
-    cost = padding * (facts.group_ns("compute") + facts.group_ns("recompute"))
+    # The update's work is in proportion to parameters, whatever the rows hold.
+    computed = facts.group_ns("compute") - facts.group_ns("compute.optimizer") + facts.group_ns("recompute")
+    cost = padding * computed
     drawn = facts.account.waterfall
     remedies, none, _ = remedies_against(facts, "data.padding", cost)
     yield loss(

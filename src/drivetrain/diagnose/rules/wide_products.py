@@ -1,6 +1,6 @@
-"""Matrix products in fp32 on a device that is faster in 16 bits."""
+"""Matrix products in fp32 on a device that is faster in 16 bits. Of a CPU only what was measured tells that it is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from drivetrain.diagnose.facts import Facts
 from drivetrain.diagnose.finding import Evidence, Finding
@@ -19,6 +19,8 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     assert facts.trace is not None
     if facts.config is not None and facts.config.precision.params_dtype != "fp32":
         return  # Asked for in 16 bits: what ran otherwise is a fallback.
+    if not facts.trace.has_device and not _is_faster_in_16_bits(_measured(facts)):
+        return  # Many CPUs are not.
     counts = facts.trace.matmul_dtypes
     known = sum(count.ns for dtype, count in counts.items() if dtype != "unknown")
     wide = {dtype: counts[dtype].ns / known for dtype in ("fp32", "tf32") if known and dtype in counts}
@@ -52,10 +54,20 @@ def _detect(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def _measured(facts: Facts) -> Mapping[str, float]:
+    """Dtype → what the run's CPU was measured to sustain with its threads, FLOP/s."""
+    return {} if facts.time is None else facts.time.matmul_flops
+
+
+def _is_faster_in_16_bits(flops: Mapping[str, float]) -> bool:
+    return {"fp32", "bf16"} <= flops.keys() and flops["bf16"] > flops["fp32"]
+
+
 def _cost(facts: Facts, products: float, wide: dict[str, float]) -> tuple[float | None, str | None]:
-    if facts.device is None:
+    measured: Mapping[str, float] = {} if facts.trace is None or facts.trace.has_device else _measured(facts)
+    if not measured and facts.device is None:
         return None, "how much faster the device is in 16 bits is unknown: name it with --device"
-    peaks = find_device(facts.device).flops
+    peaks = find_device(facts.device).flops if facts.device is not None else measured
     lost = 0.0
     for dtype, share in wide.items():
         # Where the data sheet's fp32 is not in the table, tf32 bounds it from above, and the cost from below.
@@ -66,4 +78,4 @@ def _cost(facts: Facts, products: float, wide: dict[str, float]) -> tuple[float 
     return lost, None
 
 
-RULE = Rule("wide_products", ("kernels.wrong_precision",), ("trace", "device"), _detect)
+RULE = Rule("wide_products", ("kernels.wrong_precision",), ("trace",), _detect)

@@ -31,6 +31,7 @@ SCRIPTS: dict[str, list[str]] = {
     "attention_memory": [],
     "data": [],
     "slow_transform": [],
+    "diagnosis": [],
     "levels": [],
     "layout_curves": [],
     "kill_ranks": [],

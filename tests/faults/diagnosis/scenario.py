@@ -21,7 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from unittest import mock
 from planted_jobs import STEPS_FILE, TIME_LIMIT_S, TRACE_FILE, Job, Wire, run
 
 from drivetrain.archive.reader import open_run
+from drivetrain.diagnose.diagnosis import EXPLAINS
 from drivetrain.measure.statistics import mean_with_interval
 
 __all__ = [
@@ -256,22 +257,31 @@ def diagnosed(path: Path) -> list[Mapping[str, Any]]:
     return findings
 
 
-def losses(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Each loss once: what holds the time of a finding before it, or is held by one, is the same loss."""
+def losses(findings: Sequence[Mapping[str, Any]], planted: Collection[str] = ()) -> list[Mapping[str, Any]]:
+    """Each loss once: a class behind what explains half of it says nothing new, nor does a part behind its class.
+
+    Args:
+        planted: causes whose first finding is a loss of its own in any case: groups of classes are wide.
+    """
     kept: list[Mapping[str, Any]] = []
     for finding in findings:
-        if not any(_same_time(finding, other) for other in kept):
+        known = {other["cause"] for other in kept}
+        own = finding["cause"] in planted and finding["cause"] not in known
+        if own or not any(_is_said_by(finding, other) for other in kept):
             kept.append(finding)
     return kept
 
 
-def _same_time(finding: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return _holds(finding, other) or _holds(other, finding)
-
-
-def _holds(whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
-    group = part["part_of"]
-    return group is not None and f"{whole['part_of'] or whole['subject']}.".startswith(f"{group}.")
+def _is_said_by(finding: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    place, before = (one["part_of"] or one["subject"] for one in (finding, earlier))
+    if finding["part_of"] is not None and f"{place}.".startswith(f"{before}."):
+        return True
+    explains = (
+        earlier["ms_per_step"] is None
+        or finding["ms_per_step"] is None
+        or earlier["ms_per_step"] >= EXPLAINS * finding["ms_per_step"]
+    )
+    return earlier["part_of"] is not None and f"{place}.".startswith(f"{before}.") and explains
 
 
 def judge(
@@ -287,7 +297,7 @@ def judge(
     true = statistics.fmean(differences)
     low, high = mean_with_interval(differences)[1:] if len(pairs) > 1 else (true, true)
     findings = diagnosed(faulty_run)
-    found = losses(findings)
+    found = losses(findings, scenario.causes)
     cost = cost_of(scenario, findings)
     return Judgement(
         scenario=scenario.name,

@@ -35,7 +35,7 @@ import time
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-STEPS, FIRST, LAST = 60, 24, 36
+STEPS, FIRST, LAST = 80, 30, 42
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = torch.nn.Sequential(
@@ -72,7 +72,8 @@ json.dump(seconds, open("steps.json", "w"))
 """
 
 
-def _loop(place: Place, shape: str, *, compiled: str = "torch.compile(model)", measured: int = 10) -> Job:
+def _loop(place: Place, shape: str, *, compiled: str = "torch.compile(model)", measured: int = 80) -> Job:
+    """A loop whose steps count from `measured` on up to the profiled ones, and behind those in any case."""
     source = (
         _LOOP.replace("SHAPE", shape).replace("COMPILED", compiled).replace("MEASURED_BEFORE", str(measured))
     )
@@ -96,7 +97,7 @@ SCENARIOS = (
         ("shapes.dynamic",),
         "process",
         lambda place: _loop(
-            place, "4, 128 + step % 37", compiled="torch.compile(model, dynamic=False)", measured=0
+            place, "4, 128 + step % 37", compiled="torch.compile(model, dynamic=False)", measured=3
         ),
         lambda place: _loop(place, "4, 164", compiled="torch.compile(model, dynamic=False)", measured=3),
         "a loop pads each batch to its own longest document and compiles for each length",

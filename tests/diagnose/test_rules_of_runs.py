@@ -427,6 +427,27 @@ def test_what_interrupts_training_too_often_is_given_an_interval_that_keeps_it_s
     assert not findings(cause, figures(), f"{leaf}=5")
 
 
+@pytest.mark.parametrize(
+    ("cause", "kind", "leaf"),
+    [
+        ("maintenance.checkpoint_too_often", "checkpoint", "checkpoint.save_interval"),
+        ("maintenance.evaluation_too_often", "evaluation", "training.eval_interval"),
+    ],
+)
+def test_an_interruption_that_the_window_holds_is_one_loss_and_its_cause_comes_first(
+    cause: str, kind: str, leaf: str
+) -> None:
+    made = account({"compute.matmul": 70 * MS, f"maintenance.{kind}": 30 * MS}, peak=False)
+    files = figures(maintenance={kind: Maintenance(0.5, 4)})
+    config, launch = config_with(f"{leaf}=5"), LaunchFacts(world_size=1)
+    first, second, *_ = diagnose(Facts(made, "a run", config, launch, figures=files)).of("loss")
+    assert [first.cause, second.cause] == [cause, f"maintenance.{kind}"]
+    assert first.part_of == second.subject
+    assert first.cost_ns == pytest.approx(25 * MS)
+    assert first.share == pytest.approx(0.25), "the step has it already"
+    assert first.remedies[0].ratio == pytest.approx(100 / 75)
+
+
 def test_without_files_of_a_run_what_only_they_tell_is_withheld_with_the_reason() -> None:
     diagnosis = diagnose(Facts(account(), "traces"))
     reasons = {one.rule: one.reason for one in diagnosis.not_asked}

@@ -35,7 +35,12 @@ def too_often(
     cost = 1e9 * each
     # each' / (each' + step) = most, with each' = each * interval / interval'.
     wanted = math.ceil(interval * each * (1 - most) / (most * step))
-    others, _, _ = remedies_against(facts, cause, cost, beside=True)
+    # What stands between two steps of the window is in the earlier one's time, if there is any in it.
+    name = f"maintenance.{kind}"
+    within = facts.mean.classes.get(name, 0.0) > 0
+    if within:
+        cost = min(cost, facts.mean.window_ns)
+    others, _, _ = remedies_against(facts, cause, cost, beside=not within)
     yield loss_beside_steps(
         facts,
         rule,
@@ -59,9 +64,10 @@ def too_often(
                 rule="the time is in proportion to how often it happens",
                 numerics="exact",
                 memory_bytes=0,
-                beside=True,
+                beside=not within,
             ),
             *others,
         ),
-        class_name=f"maintenance.{kind}",
+        class_name=name,
+        part_of=name if within else None,
     )

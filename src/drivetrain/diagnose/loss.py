@@ -69,9 +69,15 @@ def loss_beside_steps(
     evidence: tuple[Evidence, ...],
     remedies: tuple[Remedy, ...] = (),
     class_name: str | None = None,
+    part_of: str | None = None,
 ) -> Finding:
-    """A finding whose cost lies between steps, spread over all of them: its share is of a step with it."""
-    whole = facts.mean.window_ns + cost_ns
+    """A finding whose cost lies between steps, spread over all of them: its share is of a step with it.
+
+    Args:
+        part_of: class of the account whose time it is; None: the window holds none of it.
+        (the rest as in :func:`loss`)
+    """
+    whole = facts.mean.window_ns + (0.0 if part_of is not None else cost_ns)
     return Finding(
         rule=rule,
         kind="loss",
@@ -85,6 +91,7 @@ def loss_beside_steps(
         evidence=evidence,
         remedies=remedies,
         no_remedy=None if remedies else f"nothing in the catalogue: {CAUSES[cause].advice}",
+        part_of=part_of,
         class_name=class_name,
         unknown=facts.no_points,
     )

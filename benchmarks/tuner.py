@@ -57,25 +57,27 @@ class Size:
         calibrations: profiles at most until the shares fit.
         profiled: steps of each.
         tune: options of ``drivetrain tune``.
-        names_entries: the ladder, and all switches, have the entries that the source names alone.
+        only: entries that the ladder may try and that all switches has on; empty: all; None: what the source names.
         steps: of a block of the final session.
         rounds: times its order is run, forwards and back.
         hand_tuned: configurations at most.
         overrides: of the baseline, after the case's own.
+        by_hand: of the hand-tuned and other rows, after their own.
     """
 
     modules: Sequence[str]
     calibrations: int
     profiled: int
     tune: tuple[str, ...]
-    names_entries: bool
+    only: tuple[str, ...] | None
     steps: int
     rounds: int
     hand_tuned: int
     overrides: tuple[str, ...] = ()
+    by_hand: tuple[str, ...] = ()
 
 
-FULL = Size(MODULES, 8, 16, ("--budget", "60m"), False, 24, 2, 9)
+FULL = Size(MODULES, 8, 16, ("--budget", "60m"), (), 24, 2, 9)
 QUICK = Size(
     MODULES[:10],
     5,
@@ -84,7 +86,7 @@ QUICK = Size(
         *("--budget", "12m", "--short-gates", "--trial-steps", "10", "--trial-looks", "1"),
         *("--knob-trials", "2", "--no-leave-one-out"),
     ),
-    True,
+    None,
     12,
     1,
     2,
@@ -95,21 +97,21 @@ TINY = Size(
     2,
     (
         *("--budget", "1h", "--gate-steps", "20", "--trial-steps", "4", "--trial-looks", "1"),
-        *("--knob-trials", "0", "--no-leave-one-out", "--only", "keep_freed_memory"),
+        *("--knob-trials", "0", "--no-leave-one-out"),
     ),
-    False,
+    ("keep_freed_memory",),
     2,
     1,
     1,
     (
-        *(
-            "model.num_layers=1",
-            "model.hidden_size=32",
-            "model.ffn_hidden_size=64",
-            "model.num_attention_heads=2",
-        ),
+        "model.num_layers=1",
+        "model.hidden_size=32",
+        "model.ffn_hidden_size=64",
+        "model.num_attention_heads=2",
         "model.seq_length=32",
     ),
+    # Kernels of the fusion levels are compiled, which takes longer than all else.
+    ("fusion.level=off",),
 )
 
 
@@ -175,12 +177,18 @@ def sides_of(
         sides[name] = file
 
     for name, overrides in [*list(runs.case.hand_tuned.items())[: size.hand_tuned], *runs.case.rows.items()]:
-        whole = [one.replace("{baked}", str(baked)) for one in overrides]
+        whole = [*(one.replace("{baked}", str(baked)) for one in overrides), *size.by_hand]
         write(name, load_config(str(baseline), whole).config)
-    only = runs.case.entries if size.names_entries else ()
-    made, _leaves, names = all_switched_on(config, runs.case.ranks, only=only, missing=_lacking(config))
+    made, _leaves, names = all_switched_on(
+        config, runs.case.ranks, only=entries_of(runs.case, size), missing=_lacking(config)
+    )
     write(ALL_ON, made)
     return sides, names
+
+
+def entries_of(case: Case, size: Size) -> tuple[str, ...]:
+    """Those alone that are tried; empty: all."""
+    return case.entries if size.only is None else size.only
 
 
 def _lacking(config: RunConfig) -> Any:
@@ -203,7 +211,7 @@ def outcome_of(case: Case, folder: Path, size: Size) -> Outcome:
     with CaseRuns(work, case) as runs:
         started = calibrated(runs, corpus, size)
         with runs.links(started.rate_mbit):
-            only = [word for name in case.entries for word in ("--only", name)] if size.names_entries else []
+            only = [word for name in entries_of(case, size) for word in ("--only", name)]
             tune, tuned = runs.tune(started.file, [*size.tune, *only])
             print(ladder_text(tuned), file=sys.stderr, flush=True)
             sides, switched = sides_of(runs, tune, tuned, size)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log
 from statistics import median
 from typing import Any
 
@@ -64,7 +63,7 @@ def claims_of(outcome: Outcome) -> list[Claim]:
         *_against_hand(outcome),
         *_all_on(outcome),
         *_other_rows(outcome),
-        _gates(outcome),
+        *_gates(outcome),
         *_predictions(outcome),
     ]
 
@@ -190,49 +189,39 @@ def _other_rows(outcome: Outcome) -> list[Claim]:
     ]
 
 
-def _gates(outcome: Outcome) -> Claim:
-    """Kept steps, and the whole, that passed their gate, of all of them."""
+def _gates(outcome: Outcome) -> list[Claim]:
+    """Kept steps, and the whole, that passed their gate, of all of them; nothing where nothing was kept."""
     kept = [step for step in outcome.tuned["steps"] if step["kept"]]
-    verdicts = [(step["gate"] or {}).get("verdict", "none") for step in kept]
-    if kept:
-        verdicts.append((outcome.tuned["final_gate"] or {}).get("verdict", "none"))
-    passed = sum(verdict == "pass" for verdict in verdicts)
-    return claim_of_ratios(
+    if not kept:
+        return []
+    gates = [*(step["gate"] for step in kept), outcome.tuned["final_gate"]]
+    passed = sum((gate or {}).get("verdict") == "pass" for gate in gates)
+    claim = claim_of_ratios(
         f"{_name(outcome)}: share of kept steps, and of the whole, that passed the convergence gate",
         "none",
         "",
-        [passed / len(verdicts) if passed else 1e-3],
+        [passed / len(gates) if passed else 1e-3],
         target=1.0,
-        note=f"{passed} of {len(verdicts)}; {len(outcome.tuned['steps'])} steps tried, {len(kept)} kept",
+        note=f"{passed} of {len(gates)}; {len(outcome.tuned['steps'])} steps tried, {len(kept)} kept",
     )
+    return [claim]
 
 
 def _predictions(outcome: Outcome) -> list[Claim]:
-    """Predicted against measured gain: the distance of the logarithms of both ratios over that of the measured one.
-
-    Of steps whose measured interval leaves 1 out: where there may be no gain, its error has no size.
-    """
-    steps = [
-        step
-        for step in outcome.tuned["steps"]
-        if step.get("predicted") and step["predicted"].get("ratio") and step.get("measured")
-    ]
-    told = [step for step in steps if not step["measured"]["low"] <= 1 <= step["measured"]["high"]]
-    if not told:
+    """Predicted against measured gain, by the tune's own score."""
+    score = outcome.tuned["prediction_score"]
+    if score["median_error"] is None:
         return []
-    logs = [(log(step["predicted"]["ratio"]), log(step["measured"]["ratio"])) for step in told]
-    errors = [abs(predicted - measured) / abs(measured) for predicted, measured in logs]
-    each = "; ".join(f"{_step_in_words(step)}: {step['predicted']['ratio']:.2f} predicted" for step in told)
     return [
         claim_of_ratios(
             f"{_name(outcome)}: predicted against measured gain: {PREDICTION_ERROR:.0%} over the median error",
             "none",
             "",
-            [PREDICTION_ERROR / max(median(errors), 1e-3)],
+            [PREDICTION_ERROR / max(score["median_error"], 1e-3)],
             target=1.0,
             note=(
-                f"median {median(errors):.0%} of {len(told)} steps with a gain or loss beyond noise ({len(steps)} "
-                f"predicted and measured); errors of logarithms; {each}"
+                f"median {score['median_error']:.0%} of {score['predicted']} predicted steps, {score['measured']} "
+                f"measured; {score['within_interval']} predictions within the trial's interval; {score['rule']}"
             ),
         )
     ]

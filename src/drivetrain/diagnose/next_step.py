@@ -139,13 +139,12 @@ def _command(facts: Facts, name: str | None, change: Mapping[str, Any]) -> tuple
     config = f"{facts.run_path.rstrip('/')}/config.toml"
     size = facts.launch.world_size
     local = facts.figures.local_processes if facts.figures is not None else None
+    settings = [_setting(leaf, value) for leaf, value in change.items()]
     if size > 1 and local != size:
-        settings = " ".join(_setting(leaf, value) for leaf, value in change.items())
-        return None, f"the run spans machines: start it there as before, with {settings}"
+        return None, f"the run spans machines: start it there as before, with {' '.join(settings)}"
     ranks = ["--nproc", str(size)] if size > 1 else []
     if name is not None:
         return shlex.join(["drivetrain", "tune", config, "--only", name, *ranks]), None
-    settings = [_setting(leaf, value) for leaf, value in change.items()]
     return (
         shlex.join(["drivetrain", "train", config, *settings, *ranks]),
         f"then: drivetrain compare {shlex.quote(facts.run_path)} latest",

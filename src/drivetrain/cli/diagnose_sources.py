@@ -13,6 +13,7 @@ from drivetrain.diagnose import Facts
 from drivetrain.diagnose.chart_facts import Ceiling, ChartFacts, logged_steps
 from drivetrain.diagnose.rules.fallbacks import ENTRY_OF_WORD
 from drivetrain.diagnose.run_figures import RunFigures, figures_of
+from drivetrain.diagnose.time_facts import time_facts_of
 from drivetrain.diagnose.trace_figures import trace_figures
 from drivetrain.measure.account import Account
 from drivetrain.measure.ceilings import load_ceilings
@@ -89,6 +90,11 @@ def facts_of(
             memory=_memory_ceiling(device, files),
         ),
         run_path=None if run is None else _as_typed(run.path),
+        time=(
+            None
+            if run is None or config is None
+            else time_facts_of(run, account, config, _launch_of(run), seen=(trace, classes))
+        ),
     )
 
 

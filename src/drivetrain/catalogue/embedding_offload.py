@@ -31,9 +31,15 @@ def _is_whole(config: RunConfig, _facts: LaunchFacts) -> str | None:
     parallelism = config.parallelism
     if parallelism.tensor_model_parallel_size > 1:
         size = parallelism.tensor_model_parallel_size
-        return f"{_FIELD} = true with tensor_model_parallel_size = {size}, whose ranks hold parts of the vocabulary; {_OFF}"
+        return (
+            f"{_FIELD} = true with tensor_model_parallel_size = {size}, whose ranks hold parts of the vocabulary; "
+            f"{_OFF}"
+        )
     if parallelism.zero_stage == 3:
-        return f"{_FIELD} = true with zero_stage = 3, whose ranks hold parts of every parameter; {_OFF}, or zero_stage = 2"
+        return (
+            f"{_FIELD} = true with zero_stage = 3, whose ranks hold parts of every parameter; "
+            f"{_OFF}, or zero_stage = 2"
+        )
     return None
 
 
@@ -47,8 +53,8 @@ def _goes_together(config: RunConfig, _facts: LaunchFacts) -> str | None:
         )
     if config.precision.params_dtype == "fp16":
         return (
-            f"{_FIELD} = true with precision.params_dtype = fp16: the gradients' scale is taken out on one device alone; "
-            f"{_OFF}, or precision.params_dtype = bf16"
+            f"{_FIELD} = true with precision.params_dtype = fp16: the gradients' scale is taken out on one device "
+            f"alone; {_OFF}, or precision.params_dtype = bf16"
         )
     return None
 

@@ -49,6 +49,13 @@ MODELS = {
 OPERATORS = operator_fields()
 # An operator is a move of its own where the level is on and leaves it out.
 MODELS |= {name: ["fusion.level=all", *MODELS.get(name, [])] for name in OPERATORS}
+# What a knob needs beside its entry.
+FOR_KNOBS = {
+    "memory.recompute_num_layers": {
+        "memory.recompute_granularity": "full",
+        "memory.recompute_modules": "none",
+    }
+}
 MODELS["bake_transforms"] = ["data.transform=numpy.sort"]
 NOTHING = Observation(
     num_steps=2, missing=frozenset({"operators", "kernels", "ranges", "shapes", "collectives"})
@@ -69,6 +76,8 @@ SHOWN = {
         2, ranges={**LOOP, "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__": Count(2, 5)}
     ),
     "ddp_bucket": Observation(2, collective_bytes={"all_reduce": (32, 4_000, 9_000, 4, 32, 4_000, 9_000, 4)}),
+    # One pass a step of 8 sequences each, of 16 on two ranks.
+    "micro_batch": Observation(2, ranges=LOOP),
     "fused_adamw": Observation(2, ranges=LOOP, operators={"aten::_fused_adamw_": Count(4, 50)}),
     "grad_reduce_dtype": Observation(2, ranges={**LOOP, "drivetrain/wire/bf16": Count(6, 50)}),
     "overlap_param_gather": Observation(2, ranges={**LOOP, "drivetrain/gather/overlapped": Count(6, 50)}),
@@ -121,6 +130,7 @@ ABSENT = {
     "compile": Observation(2, ranges=LOOP, operators={"aten::mm": Count(8, 100)}),
     "data_workers": Observation(2, ranges=LOOP),
     "ddp_bucket": Observation(2, collective_bytes={"all_reduce": (32, 13_000, 4, 32, 13_000, 4)}),
+    "micro_batch": Observation(2, ranges={**LOOP, "drivetrain/forward": Count(32, 900)}),
     "fused_adamw": Observation(2, ranges=LOOP, operators={"aten::addcdiv_": Count(40, 50)}),
     "grad_reduce_dtype": Observation(2, ranges=LOOP),
     "overlap_param_gather": Observation(2, ranges={**LOOP, "drivetrain/gather/blocking": Count(2, 50)}),
@@ -177,10 +187,58 @@ def test_the_ends_of_a_knob_are_legal_values_and_decide_something(name: str) -> 
     base = one.on(config_with(one.off(BASE), *model), FACTS.get(name, TWO))
     assert base is not None
     for knob in one.knobs:
-        for end in (knob.low, knob.high):
-            config = config_with({**base, knob.field: int(end) if knob.whole else end}, *model)
+        given = {**base, **FOR_KNOBS.get(knob.field, {})}
+        here = config_with(given, *model)
+        assert knob.refused(here, TWO) is None
+        legal = (knob.low, knob.high) if knob.values is None else knob.values(here, TWO)
+        assert len(legal) >= 2
+        assert knob.low <= legal[0] < legal[-1] <= knob.high
+        for number in legal if knob.values is not None else (legal[0], legal[-1]):
+            config = config_with({**given, knob.field: knob.leaf_value(number)}, *model)
+            assert knob.number(config) == number
             assert violations(config, TWO, all_rules()) == []
             assert knob.field not in [idle.field for idle in idle_fields(config, TWO)]
+
+
+def test_a_knob_holds_a_number_whatever_its_leaf_is() -> None:
+    knobs = {knob.field: knob for one in catalogue() for knob in one.knobs}
+    chunks, layers = knobs["overlap.tp_chunks"], knobs["memory.recompute_num_layers"]
+    shared = ["parallelism.tensor_model_parallel_size=2"]
+    assert chunks.number(config_with({"overlap.tp_chunks": "8"}, *shared)) == 8
+    assert chunks.leaf_value(4) == "4"
+    tuned = config_with({"overlap.tp_chunks": "tuned"}, *shared)
+    assert chunks.number(tuned) is None
+    owner = chunks.refused(tuned, TWO)
+    assert owner is not None
+    assert "ops tune" in owner
+    assert layers.number(BASE) == 1, "absent is one layer"
+    assert layers.refused(BASE, TWO) is not None
+
+
+def test_a_micro_batch_is_a_knob_where_its_size_changes_rounding_alone() -> None:
+    one = entry("micro_batch")
+    (knob,) = one.knobs
+    assert knob.values is not None
+    assert list(knob.values(BASE, TWO)) == [1, 2, 4, 8]
+    assert list(knob.values(BASE, LaunchFacts())) == [1, 2, 4, 8, 16]
+    pipeline = ["parallelism.pipeline_model_parallel_size=2", "training.micro_batch_size=4"]
+    assert list(knob.values(load_config("llama-2m", pipeline).config, TWO)) == [1, 2, 4, 8], (
+        "two passes at least"
+    )
+    dropping = config_with({}, "model.hidden_dropout=0.1")
+    why = knob.refused(dropping, TWO)
+    assert why is not None
+    assert "other masks" in why
+    assert one.on(config_with({"training.micro_batch_size": 1}, "model.hidden_dropout=0.1"), TWO) is None
+    assert (
+        one.evidence(load_config("llama-2m", pipeline).config, SHOWN["micro_batch"], None).kind == "unknown"
+    )
+
+
+def test_knobs_that_interact_are_known_and_are_knobs() -> None:
+    pairs = {pair for one in catalogue() for pair in one.interacts_with}
+    assert ("training.micro_batch_size", "memory.recompute_num_layers") in pairs
+    assert ("data.num_workers", "data.prefetch_factor") in pairs
 
 
 @pytest.mark.parametrize("name", names())

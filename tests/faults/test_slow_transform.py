@@ -97,7 +97,7 @@ def test_a_slow_transform_is_placed_named_and_removed(tiny: Tiny) -> None:
     config = load_config(str(run.path)).config
     classes = {"data.loader": 1.0}
     candidates = survey(classes, config, LaunchFacts(), entries=catalogue()).candidates
-    (move,) = [one.change for one in candidates if one.entry.name == "bake_transforms"]
+    (move,) = [one.change for one in candidates if one.name == "bake_transforms"]
     assert move is not None
     assert move.leaves == remedies["bake_transforms"]
 

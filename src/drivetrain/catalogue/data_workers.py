@@ -53,6 +53,8 @@ ENTRY = Optimisation(
         Knob("data.num_workers", 1, 16, whole=True, scale="log"),
         Knob("data.prefetch_factor", 1, 16, whole=True, scale="log"),
     ),
+    # Batches that are ready ahead are the product of both.
+    interacts_with=(("data.num_workers", "data.prefetch_factor"),),
     time_model=BUILDERS,
     evidence_rule=(
         "shown: batches fetched from worker processes in the window; absent: batches fetched, none from a worker"

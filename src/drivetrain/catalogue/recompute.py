@@ -1,9 +1,9 @@
 """What backward needs is computed again instead of being kept: memory is bought with time."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.entry import Knob, Optimisation
 from drivetrain.catalogue.larger_batch import (
     BATCH_LEAVES,
     LARGER_BATCH,
@@ -15,7 +15,9 @@ from drivetrain.catalogue.larger_batch import (
 from drivetrain.catalogue.move import Move, Setting
 from drivetrain.catalogue.time_models.repeating import REPEATED_FORWARD
 from drivetrain.config import LaunchFacts, RunConfig
+from drivetrain.config.layout import stage_plan
 from drivetrain.config.stages import ZERO_BUBBLE
+from drivetrain.errors import ConfigurationError
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import Evidence, Observation
 
@@ -23,6 +25,8 @@ __all__ = ["ENTRY"]
 
 _FIELD = "memory.recompute_granularity"
 _MODULES = "memory.recompute_modules"
+_LAYERS = "memory.recompute_num_layers"
+_MOST_LAYERS = 1000
 _SPAN = "drivetrain/recompute/"
 """Begins the name of the region in which a forward pass is repeated; what is repeated follows."""
 _CHEAP = "core_attn,mlp_act,norm"
@@ -55,6 +59,20 @@ def _evidence(config: RunConfig, seen: Observation, _account: Account | None) ->
     if config.memory.recompute_granularity == "budget":
         return Evidence("unknown", "nothing was repeated, which is right where everything fits the budget")
     return Evidence("absent", "forward passes were recorded, and none was repeated")
+
+
+def _layers(config: RunConfig, _facts: LaunchFacts) -> Sequence[float]:
+    try:
+        most = max(stage_plan(config).layers_per_stage)
+    except ConfigurationError:
+        return ()  # A rule says what is wrong with the stages.
+    return range(1, min(most, _MOST_LAYERS) + 1)
+
+
+def _no_layers(config: RunConfig, _facts: LaunchFacts) -> str | None:
+    if config.memory.recompute_granularity == "full":
+        return None
+    return f"{_LAYERS} is of {_FIELD} = full, and it is {config.memory.recompute_granularity}"
 
 
 _LEAVES = frozenset({_FIELD, *(f"memory.{name}" for name in _OF_OTHERS)})
@@ -125,6 +143,19 @@ ENTRY = Optimisation(
     # It costs time; what it gives is memory, for a larger batch say.
     treats=(),
     relieves=("activations",),
+    knobs=(
+        Knob(
+            _LAYERS,
+            1,
+            _MOST_LAYERS,
+            whole=True,
+            values=_layers,
+            refused=_no_layers,
+            treats=("recompute",),
+            moves_memory=True,
+            absent=1,
+        ),
+    ),
     # A larger batch without recompute comes first, so that what that brings is not laid at recompute's door.
     moves=(LARGER_BATCH, RECOMPUTE_LARGER_BATCH),
     evidence=_evidence,

@@ -1,10 +1,10 @@
 """What enters and leaves tensor-parallel layers travels in chunks, each under the product of another."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.catalogue.data_parallelism import overlap_in_words
-from drivetrain.catalogue.entry import Optimisation
+from drivetrain.catalogue.entry import Knob, Optimisation
 from drivetrain.catalogue.time_models.communication import CHUNKS
 from drivetrain.config import LaunchFacts, Rule, RunConfig
 from drivetrain.measure.account import Account
@@ -17,6 +17,8 @@ _TP = "parallelism.tensor_model_parallel_size"
 _PLAIN = "1"
 _FIRST = "4"
 """With which it is tried where nothing is tuned: three quarters of what is sent can hide, and products stay large."""
+_MOST = 64
+_POWERS = tuple(2**power for power in range(1, 7))
 _SPAN = "drivetrain/tp_chunk/"
 """Begins the name of the region in which the collective of a chunk is handed over."""
 
@@ -46,6 +48,16 @@ def _on(config: RunConfig, facts: LaunchFacts) -> Mapping[str, Any] | None:
     if config.overlap.tp_chunks != _PLAIN or _needs_ranks(config, facts) or _applies(config, facts):
         return None
     return {_FIELD: _FIRST}
+
+
+def _numbers(config: RunConfig, _facts: LaunchFacts) -> Sequence[float]:
+    return [number for number in _POWERS if number <= rows_of_rank(config)]
+
+
+def _owned(config: RunConfig, _facts: LaunchFacts) -> str | None:
+    if config.overlap.wanted_tp_chunks is None:
+        return f"{_FIELD} = {config.overlap.tp_chunks}: `drivetrain ops tune` chooses by the shape of each product"
+    return None
 
 
 def _evidence(_config: RunConfig, seen: Observation, account: Account | None) -> Evidence:
@@ -79,6 +91,8 @@ ENTRY = Optimisation(
     evidence=_evidence,
     time_model=CHUNKS,
     applies=_applies,
+    # One number for all products; a number for each shape is `ops tune`'s.
+    knobs=(Knob(_FIELD, 2, _MOST, whole=True, scale="log", values=_numbers, refused=_owned, as_text=True),),
     requires=(
         Rule(
             "tp-chunks-need-ranks",

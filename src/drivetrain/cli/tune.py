@@ -95,6 +95,36 @@ def tune(
             "'drivetrain lab run -- {command}'.",
         ),
     ] = None,
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            "--goal",
+            metavar="tokens_per_second|effective_tokens|memory|cost",
+            help="What counts: speed, speed in tokens that carry loss, live bytes, or device time a token.  "
+            "[default: tokens_per_second]",
+        ),
+    ] = None,
+    slower_at_most: Annotated[
+        str | None,
+        typer.Option(
+            "--slower-at-most",
+            metavar="SHARE",
+            help="With --goal memory: a step may take longer than the baseline's by this share.  [default: 5%]",
+        ),
+    ] = None,
+    price_per_device_hour: Annotated[
+        float | None,
+        typer.Option(
+            "--price-per-device-hour", help="With --goal cost: what a device costs, in any currency."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Profile the baseline and say what would be tried within the budget; nothing else is run.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Make a configuration faster, one change at a time, and prove that it trains as before.
@@ -122,6 +152,10 @@ def tune(
         grow_batch=grow_batch,
         launcher=launcher,
         migrate=migrate,
+        goal=goal,
+        slower_at_most=slower_at_most,
+        price_per_device_hour=price_per_device_hour,
+        dry_run=dry_run,
     )
     if replay is not None:
         words = [] if config is None else [config, *(overrides or [])]

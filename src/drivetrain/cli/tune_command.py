@@ -43,6 +43,10 @@ class Options:
     grow_batch: str | None = None
     launcher: str | None = None
     migrate: bool = False
+    goal: str | None = None
+    slower_at_most: str | None = None
+    price_per_device_hour: float | None = None
+    dry_run: bool = False
 
     def given(self) -> list[str]:
         """The options that say how a new tune is climbed, and were given; ``--budget`` is not among them."""
@@ -58,6 +62,9 @@ class Options:
             "--nproc": self.num_processes is not None,
             "--launcher": self.launcher is not None,
             "--migrate": self.migrate,
+            "--goal": self.goal is not None,
+            "--slower-at-most": self.slower_at_most is not None,
+            "--price-per-device-hour": self.price_per_device_hour is not None,
         }
         return [name for name, is_given in given.items() if is_given]
 
@@ -87,11 +94,16 @@ def run_tune(source: str, overrides: Sequence[str], options: Options, *, as_json
         missing=_lacks(path),
         estimate=_needs(path),
         say=_say,
+        only_plan=options.dry_run,
     )
     if as_json:
         show_document(contract(done.document))
+    elif options.dry_run:
+        _show_plan(done)
     else:
         _show(done)
+    if options.dry_run:
+        return 0
     return 0 if done.document["final"] is not None else 1
 
 
@@ -106,6 +118,7 @@ def run_replay(reference: str, words: Sequence[str], options: Options, *, as_jso
     from drivetrain.tune.session import contract
 
     needless = [*map(repr, words), *(["--budget"] if options.budget is not None else []), *options.given()]
+    needless += ["--dry-run"] if options.dry_run else []
     if needless:
         raise DrivetrainError(
             f"--replay {reference} shows a tune and runs nothing; drop {', '.join(needless)}"
@@ -139,7 +152,7 @@ def seconds_of(text: str) -> float:
 def _begin(source: str, overrides: Sequence[str], options: Options) -> Path:
     """A new tune; every mistake that can be known is found before its folder is made."""
     from drivetrain.cli.train_command import refuse_broken_rules
-    from drivetrain.config import load_config
+    from drivetrain.config import least_processes, load_config
     from drivetrain.tune.session import start_tune
     from drivetrain.tune.short_run import require_beginning
 
@@ -151,8 +164,8 @@ def _begin(source: str, overrides: Sequence[str], options: Options) -> Path:
         hint = f"\nno tune in {known} is called {source!r} either" if known.is_dir() else ""
         raise DrivetrainError(f"{error}{hint}") from error
     if options.num_processes is None and loaded.config.parallelism.data_parallel_size:
-        size = loaded.config.parallelism.data_parallel_size
-        settings = dataclasses.replace(settings, world_size=size)
+        settings = dataclasses.replace(settings, world_size=least_processes(loaded.config))
+    settings = dataclasses.replace(settings, device_type=_device_type(loaded.config, settings))
     refuse_broken_rules(loaded, settings.world_size)
     require_beginning(loaded.config)
     return start_tune(loaded, overrides, settings, options.tunes_dir)
@@ -172,9 +185,20 @@ def _begin_migration(source: str, overrides: Sequence[str], options: Options) ->
     )
 
 
+def _device_type(config: "RunConfig", settings: "LadderSettings") -> str | None:
+    """What the runs compute on; None where a launcher starts them on machines that are not this one."""
+    from drivetrain.engine.devices import select_device
+
+    if config.run.device != "auto":
+        return config.run.device
+    return select_device(config.run).type if settings.launcher is None else None
+
+
 def _settings(options: Options) -> "LadderSettings":
     from drivetrain.catalogue import entry
+    from drivetrain.cli.tune_goal import goal_of_options
     from drivetrain.tune.gate_runs import GateSettings
+    from drivetrain.tune.ladder import LAYOUTS
     from drivetrain.tune.ladder_settings import LadderSettings
     from drivetrain.tune.launcher import Launcher
 
@@ -183,7 +207,9 @@ def _settings(options: Options) -> "LadderSettings":
     if options.short_gates and options.gate_steps is not None:
         raise DrivetrainError("--short-gates and --gate-steps both say how long gates are; give one of them")
     for name in options.only:
-        entry(name)
+        if name != LAYOUTS:
+            entry(name)
+    goal = goal_of_options(options.goal, options.slower_at_most, options.price_per_device_hour)
     gate = GateSettings()
     if options.short_gates:
         gate = GateSettings(roundoff_steps=40, statistical_steps=60, eval_iters=4)
@@ -197,6 +223,7 @@ def _settings(options: Options) -> "LadderSettings":
         trial_steps=options.trial_steps,
         world_size=options.num_processes or 1,
         launcher=options.launcher,
+        goal=goal,
     )
     if options.grow_batch is not None:
         settings = dataclasses.replace(settings, batch_rule=_batch_rule(options.grow_batch))
@@ -265,9 +292,11 @@ def _needs(path: Path) -> "Callable[[RunConfig], StepEstimate | str]":
 
     def needs(config: "RunConfig") -> "StepEstimate | str":
         from drivetrain.engine.memory.step_estimate import estimate_step
+        from drivetrain.tune.layouts import processes_of
 
+        given = int(open_tune(path).document["settings"]["world_size"])
         try:
-            return estimate_step(config, int(open_tune(path).document["settings"]["world_size"]))
+            return estimate_step(config, processes_of(config, given))
         except DrivetrainError as error:
             return str(error)
 
@@ -287,6 +316,7 @@ def _show(tune: Tune) -> None:
     document = tune.document
     print(f"{tune.path}: {tune.status()}" + (f", {document['reason']}" if document["reason"] else ""))
     _show_baseline(document)
+    _show_goal(document)
     tables = {"ladder": ladder_rows(document["steps"]), "without": removal_rows(document["leave_one_out"])}
     for title, rows in tables.items():
         if not rows:
@@ -313,6 +343,25 @@ def _show(tune: Tune) -> None:
         print(f"\nthe final configuration: {tune.path / final['config']}")
     elif document["status"] == "finished":
         print("\nnothing was kept: the baseline is as fast as what was tried")
+
+
+def _show_plan(tune: Tune) -> None:
+    from drivetrain.tune.budget_plan import plan_lines
+
+    _show_baseline(tune.document)
+    _show_goal(tune.document)
+    print("\n".join(plan_lines(tune.document["plan"])))
+    print(f"\nto climb it: drivetrain tune {tune.path}")
+
+
+def _show_goal(document: Mapping[str, Any]) -> None:
+    goal = document.get("goal")
+    if goal is None:
+        return  # A tune from before there were goals.
+    print(f"goal: {goal['name']} ({goal['unit']}): {goal['rule']}")
+    if goal.get("final") is not None:
+        interval = f"{goal['ratio']:.3f}x [{goal['low']:.3f}, {goal['high']:.3f}]"
+        print(f"  {goal['baseline']:,.6g} to {goal['final']:,.6g} {goal['unit']}, {interval}")
 
 
 def _show_baseline(document: Mapping[str, Any]) -> None:

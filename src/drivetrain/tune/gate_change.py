@@ -5,10 +5,11 @@ from typing import Any
 
 from drivetrain.archive.origin import RunOrigin, change_between
 from drivetrain.archive.reader import Run
-from drivetrain.catalogue import entry_of_field, move_between
+from drivetrain.catalogue import catalogue, entry_of_field, move_between
 from drivetrain.config import RunConfig
 from drivetrain.errors import RunError
-from drivetrain.tune.gate import Tier
+from drivetrain.tune.gate import TIERS, Tier
+from drivetrain.tune.layouts import LAYOUT_LEAVES
 
 __all__ = ["change_of", "tier_of_change"]
 
@@ -57,6 +58,11 @@ def tier_of_change(
     if len(owners) == 1 and None not in entries.values():
         entry = next(entry for entry in entries.values() if entry is not None)
         return entry.numerics, f"the catalogue says that {entry.name} is {entry.numerics}"
+    if LAYOUT_LEAVES.issuperset(change):
+        return "round-off", "another layout of the processes adds the same numbers in another order"
+    pair = _searched_together(change)
+    if pair is not None:
+        return pair
     found = None if configs is None else move_between(*configs, change)
     if found is not None:
         entry, move, words = found
@@ -73,3 +79,19 @@ def tier_of_change(
         f"the runs differ in several leaves that do not belong together ({', '.join(change)}): compare one change at "
         "a time, or declare what the bundle may do to the numbers with --tier"
     )
+
+
+def _searched_together(change: Mapping[str, Any]) -> tuple[Tier, str] | None:
+    """The tier of two knobs that an entry declares to interact; None where the change is none of them."""
+    for one in catalogue():
+        for fields in one.interacts_with:
+            if set(fields) != set(change):
+                continue
+            owners = [owner for field in fields if (owner := entry_of_field(field)) is not None]
+            names = " and ".join(dict.fromkeys(owner.name for owner in owners))
+            tier = max((owner.numerics for owner in owners), key=TIERS.index)
+            return (
+                tier,
+                f"knobs that are searched together, and the catalogue says that {names} is {tier} at most",
+            )
+    return None

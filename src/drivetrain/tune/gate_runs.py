@@ -186,6 +186,11 @@ def run_gate(
     """
     configs = load_config(str(baseline)).config, load_config(str(candidate)).config
     steps, eval_iters = _lengths(tier, configs, settings)
+    sizes = world_sizes or (settings.world_size, settings.world_size)
+    changed = set(differing_leaves(*configs))
+    if sizes[0] != sizes[1]:
+        # Fewer processes share the same cores: where nobody says how many threads they have, that follows.
+        changed |= {"run.num_threads", "parallelism.data_parallel_size"}
     sides = [
         _Side(
             source,
@@ -198,22 +203,17 @@ def run_gate(
                 "run.name=gate",
             ),
             config.run.seed,
-            processes,
+            size,
         )
-        for source, config, count, evaluations, processes in zip(
-            (baseline, candidate),
-            configs,
-            steps,
-            eval_iters,
-            world_sizes or (settings.world_size, settings.world_size),
-            strict=True,
+        for source, config, count, evaluations, size in zip(
+            (baseline, candidate), configs, steps, eval_iters, sizes, strict=True
         )
     ]
     bench = _Bench(
         tier=tier,
         pool=Pool(folders=[folder], code=this_code()),
         trainer=trainer,
-        changed=differing_leaves(*configs),
+        changed=changed,
         timeout_s=settings.timeout_s,
         progress=progress,
         missing={},

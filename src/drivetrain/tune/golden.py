@@ -154,8 +154,9 @@ def _goes_down(first: float | None, second: float | None, *, below: bool) -> boo
 def _is_flat(found: dict[float, float | None], start: float, error: Callable[[float], float]) -> bool:
     """Whether the best value and the ones next to it, on either side, cannot be told apart."""
     had = sorted((value, gain) for value, gain in found.items() if gain is not None)
-    top = max(range(len(had)), key=lambda place: had[place][1])
-    if not 0 < top < len(had) - 1:
+    inside = range(1, len(had) - 1)
+    top = max(range(len(had)), key=lambda place: (had[place][1], place in inside))
+    if top not in inside:
         return False
 
     def of(value: float) -> float:

@@ -9,32 +9,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drivetrain.catalogue import Numerics, Optimisation, Setting, catalogue
+from drivetrain.catalogue import Optimisation, Setting, catalogue
 from drivetrain.catalogue.rules import all_rules
-from drivetrain.config import RunConfig, load_config, tokens_per_step, violations
+from drivetrain.config import load_config, tokens_per_step, violations
 from drivetrain.errors import ConfigurationError, DrivetrainError
-from drivetrain.tune.candidates import Candidate, account_of, illegal, survey
-from drivetrain.tune.gate import TIERS
-from drivetrain.tune.golden import golden_section
+from drivetrain.tune.budget_plan import plan_document, plan_lines
+from drivetrain.tune.candidates import Candidate, Survey, account_of, survey
+from drivetrain.tune.joint_search import JointSampler, optuna_sampler, optuna_version
 from drivetrain.tune.ladder_bench import Bench, Gate
 from drivetrain.tune.ladder_moves import Estimate, choose_size, counted_bytes, memory_in_words
-from drivetrain.tune.ladder_predictions import Predictions, write_prediction, write_score
-from drivetrain.tune.ladder_records import (
-    BASELINE_FILE,
-    Kept,
-    Rung,
-    View,
-    empty_step,
-    fill,
-    in_words,
-    value_of,
-)
+from drivetrain.tune.ladder_predictions import write_prediction
+from drivetrain.tune.ladder_records import BASELINE_FILE, Rung, View, in_words
+from drivetrain.tune.ladder_search import KnobSearch
 from drivetrain.tune.ladder_settings import LadderSettings
+from drivetrain.tune.ladder_steps import Steps
 from drivetrain.tune.ladder_top import Top
+from drivetrain.tune.layouts import LayoutProposal, processes_of, propose_layouts
 from drivetrain.tune.moves import Change, changed
 from drivetrain.tune.trainer import Runner
 
-__all__ = ["Ladder"]
+__all__ = ["LAYOUTS", "Ladder"]
+
+LAYOUTS = "layout"
+"""What stands for all layouts where the names of entries do."""
 
 
 class Ladder:
@@ -70,7 +67,7 @@ class Ladder:
     ) -> None:
         self.folder = folder
         self.settings = settings
-        self.view = View()
+        self.view = View(goal=settings.goal.to_document())
         self._write_state = save
         self.bench = Bench(
             folder,
@@ -86,8 +83,9 @@ class Ladder:
         self._entries = [one for one in entries_known if not settings.only or one.name in settings.only]
         self._missing = missing
         self._say = say
-        self._kept: list[Kept] = []
-        self._predictions = Predictions(self.bench.facts)
+        self._steps = Steps(self.bench, self.view)
+        self._optuna: str | None = None
+        self._asked_for_optuna = False
 
     def _save(self) -> None:
         self._write_state(self)
@@ -99,32 +97,49 @@ class Ladder:
             ConfigurationError: the baseline breaks a rule.
             DrivetrainError: the baseline cannot be trained, or the budget does not hold one step.
         """
-        baseline = self._start()
+        baseline = self.plan()
         current = baseline
         tried: set[str] = set()
+        search = KnobSearch(self._steps, self._sampler)
         while (candidate := self._next(current, tried)) is not None:
-            tried.add(candidate.key)
+            tried.update(candidate.keys)
             if candidate.move is not None:
                 current = self._try_move(current, candidate)
-            elif candidate.knob is None:
-                current = self._try_entry(current, candidate)
+            elif candidate.knob is not None:
+                current = search.search(current, candidate)
             else:
-                current = self._search_knob(current, candidate)
+                current = self._try_change(current, candidate)
             self._save()
-        if self._kept:
-            top = Top(self.bench, self.view, self._kept, baseline)
+        kept = self._steps.kept
+        if kept:
+            top = Top(self.bench, self.view, kept, baseline)
             if self.settings.leave_one_out:
                 current = top.leave_one_out(current)
             # An entry and its knob's value may be all that was kept, and go together.
-            if self._kept:
+            if kept:
                 top.finish(current)
+
+    def plan(self) -> Rung:
+        """The baseline, and in :attr:`view` what is expected to be tried within the budget.
+
+        Raises:
+            ConfigurationError, DrivetrainError: as :meth:`climb`.
+        """
+        baseline = self._start()
+        found, _ = self._survey(baseline, frozenset())
+        self.view.plan = plan_document(found.candidates, baseline, self._steps)
+        for line in plan_lines(self.view.plan):
+            self._say(line)
+        self._save()
+        return baseline
 
     def _start(self) -> Rung:
         file = self.folder / BASELINE_FILE
         config = load_config(str(file)).config
-        broken = violations(config, self.bench.facts, all_rules())
+        broken = violations(config, self.bench.facts_of(config), all_rules())
         if broken:
             raise ConfigurationError(*map(str, broken))
+        self.bench.require_counted(config)
         self._say("baseline")
         profile = self.bench.profile(
             file, config, "baseline", timeout_s=self.settings.budget_s, keep_failure=False
@@ -137,84 +152,101 @@ class Ladder:
 
     # -- which is next ------------------------------------------------------------------------------------------
 
-    def _next(self, current: Rung, tried: set[str]) -> Candidate | None:
+    def _survey(self, current: Rung, tried: Iterable[str]) -> tuple[Survey, Mapping[str, str]]:
+        """What can be tried now, and which layouts are not proposed, with the reason."""
+        of_memory = self.settings.goal.is_of_memory
+        layouts, rejected = self._layouts(current)
         found = survey(
-            current.profile.classes,
+            self.bench.live_categories(current.profile) if of_memory else current.profile.classes,
             current.config,
-            self.bench.facts,
+            self.bench.facts_of(current.config),
             entries=self._entries,
-            tried=tried,
+            tried=set(tried),
             batch_rule=self.settings.batch_rule,
             missing=self._missing,
             active=lambda name: name not in current.profile.inactive,
+            of_memory=of_memory,
+            layouts=layouts,
         )
+        return found, rejected
+
+    def _layouts(self, current: Rung) -> tuple[Sequence[LayoutProposal], Mapping[str, str]]:
+        config, goal = current.config, self.settings.goal
+        processes = processes_of(config, self.settings.world_size)
+        if processes == 1 or (self.settings.only and LAYOUTS not in self.settings.only):
+            return (), {}
+
+        return propose_layouts(
+            config,
+            processes,
+            account_of(Path(current.profile.run)),
+            legal=lambda leaves: self.bench.why_illegal(config, Change(leaves, LAYOUTS)),
+            fewer=goal.name == "cost",
+            for_memory=goal.is_of_memory,
+        )
+
+    def _next(self, current: Rung, tried: set[str]) -> Candidate | None:
+        found, no_layouts = self._survey(current, tried)
         for candidate in found.candidates:
-            if self._fits(current, candidate):
+            if self._steps.fits(current, candidate):
                 return candidate
         if found.candidates and not tried:
             self._refuse_budget(current, found.candidates)
         if found.candidates:
             names = ", ".join(one.key for one in found.candidates)
             self.view.findings.append(f"the budget left no room to try {names}")
-        for name, why in found.rejected.items():
+        for name, why in {**found.rejected, **no_layouts}.items():
             if name not in tried:
                 self.view.findings.append(f"{name} was not tried: {why}")
         return None
 
-    def _fits(self, current: Rung, candidate: Candidate, growth: float = 1.0) -> bool:
-        """Whether the step fits the budget, and then still the end of the ladder."""
-        return self._estimate_s(current, candidate, growth) <= self.bench.left_s
-
-    def _estimate_s(self, current: Rung, candidate: Candidate, growth: float = 1.0) -> float:
-        costs, tier = self.bench.costs, candidate.numerics
-        end_s = 0.0
-        # With one entry switched on alone, its trial and gate can stand for those of the final configuration.
-        if self._kept or candidate.knob is not None:
-            end_s = costs.of_final_trial(current.config, growth) + costs.of_gate(self._strictest(tier))
-        return costs.of_step(current.config, tier, growth) + end_s
-
-    def _strictest(self, tier: Numerics) -> Numerics:
-        return max([tier, *(kept.numerics for kept in self._kept)], key=TIERS.index)
-
     def _refuse_budget(self, current: Rung, candidates: Sequence[Candidate]) -> None:
         spent = self.bench.journal.elapsed_s
-        least = spent + min(self._estimate_s(current, one) for one in candidates)
+        least = spent + min(self._steps.estimate_s(current, one) for one in candidates)
         raise DrivetrainError(
             f"--budget {self.settings.budget_s:.0f}s is too small for one trial: the baseline took {spent:.0f} s, and "
             f"the cheapest trial with its gate would bring it to {least:.0f} s; give --budget {math.ceil(least)}s or "
             f"more"
         )
 
+    def _sampler(self) -> JointSampler | str:
+        """Who proposes pairs of knobs. Whether optuna is there is a piece: who resumes the ladder decides as before."""
+        if not self._asked_for_optuna:
+            self._optuna = self.bench.journal.do("optuna", lambda: {"version": optuna_version()})["version"]
+            self._asked_for_optuna = True
+        if self._optuna is None:
+            return "optuna is not installed (pip install 'drivetrain[tune]')"
+        here = optuna_version()
+        if here != self._optuna:
+            raise DrivetrainError(
+                f"the tune was begun with optuna {self._optuna}, whose proposals another does not repeat, and "
+                f"{'none' if here is None else here} is installed; pip install optuna=={self._optuna}, or start anew"
+            )
+        return optuna_sampler()
+
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _new_step(self, current: Rung, candidate: Candidate, change: Change) -> dict[str, Any]:
-        step = empty_step(len(self.view.steps) + 1, candidate.entry.name, change, candidate.treats)
-        step["classes_before"] = dict(current.profile.classes)
-        self.view.steps.append(step)
-        return step
-
-    def _try_entry(self, current: Rung, candidate: Candidate) -> Rung:
+    def _try_change(self, current: Rung, candidate: Candidate) -> Rung:
         change = candidate.change
         assert change is not None
-        self._say(f"{in_words(change)}, for {candidate.treats[0]}")
-        step = self._new_step(current, candidate, change)
-        write_prediction(
-            step, self._predictions.of_entry(current, candidate.entry, changed(current.config, change))
-        )
-        config, file = self._measure(current, candidate, step, change)
+        step = self._steps.begin(current, candidate, change)
+        self._steps.predict(current, candidate, step, change)
+        made = self._steps.measure(current, candidate, step, change)
         if not step.pop("faster"):
             return current
-        return self._gate_and_keep(current, step, candidate, change, config, file)
+        return self._steps.gate_and_keep(current, step, candidate, change, made)
 
     def _try_move(self, current: Rung, candidate: Candidate) -> Rung:
-        move, limit_bytes = candidate.move, current.config.memory.device_memory_limit_bytes
+        move, entry = candidate.move, candidate.entry
+        limit_bytes = current.config.memory.device_memory_limit_bytes
         assert move is not None
+        assert entry is not None
         assert limit_bytes is not None
         size = choose_size(
-            candidate.entry,
+            entry,
             move,
             current.config,
-            Setting(self.bench.facts, self.settings.batch_rule),
+            Setting(self.bench.facts_of(current.config), self.settings.batch_rule),
             estimate=self.bench.needs,
             account=account_of(Path(current.profile.run)),
         )
@@ -222,116 +254,15 @@ class Ladder:
             self.view.findings.append(f"{candidate.key} was not tried: {size}")
             return current
         larger = tokens_per_step(changed(current.config, size.change)) / tokens_per_step(current.config)
-        if not self._fits(current, candidate, larger):
+        if not self._steps.fits(current, candidate, larger):
             self.view.findings.append(f"the budget left no room to try {in_words(size.change)}")
             return current
-        self._say(f"{in_words(size.change)}, for {candidate.treats[0]}")
-        step = self._new_step(current, candidate, size.change)
-        step["move"] = move.name
+        step = self._steps.begin(current, candidate, size.change)
         write_prediction(step, size.predicted)
         step["memory"] = size.memory_document(self.bench.needs(current.config), limit_bytes)
-        config, file = self._measure(current, candidate, step, size.change)
+        made = self._steps.measure(current, candidate, step, size.change)
         step["memory"]["counted_bytes"] = counted_bytes(step["blocks"])
         step["why"] += f"; {memory_in_words(step['memory'])}"
         if not step.pop("faster"):
             return current
-        return self._gate_and_keep(current, step, candidate, size.change, config, file)
-
-    def _measure(
-        self, current: Rung, candidate: Candidate, step: dict[str, Any], change: Change
-    ) -> tuple[RunConfig, Path]:
-        """The trial of a step; ``faster`` is added to it."""
-        before = self.bench.journal.device_seconds
-        config = changed(current.config, change)
-        file = self.bench.write(config)
-        # A larger batch alone asks nothing of the entry whose move it is.
-        asked = candidate.move is None or candidate.entry.requested(config)
-        entry = candidate.entry.name if asked else None
-        found = self.bench.trial(f"trial-{step['index']}", current, file, config, entry=entry)
-        fill(step, found)
-        write_score(step)
-        step["faster"] = found["faster"]
-        step["device_seconds"] += self.bench.journal.device_seconds - before
-        self._save()
-        self._say(f"  {found['why']}")
-        return config, file
-
-    def _gate_and_keep(
-        self,
-        current: Rung,
-        step: dict[str, Any],
-        candidate: Candidate,
-        change: Change,
-        config: RunConfig,
-        file: Path,
-    ) -> Rung:
-        """Keep a change that was measured to be faster, if it passes its gate."""
-        before = self.bench.journal.device_seconds
-        index = step["index"]
-        verdict = self.bench.gate(f"gate-{index}", current, file, config, candidate.numerics)
-        step["gate"] = {key: verdict[key] for key in ("tier", "verdict", "why")}
-        rung = current
-        if verdict["verdict"] != "pass":
-            step["why"] += f"; discarded: its gate says {verdict['verdict']}: {verdict['why']}"
-        else:
-            try:
-                profile = self.bench.profile(file, config, f"profile-{index}")
-            except DrivetrainError as error:
-                step["why"] += f"; discarded: {error}"
-            else:
-                step["kept"] = True
-                step["classes_after"] = dict(profile.classes)
-                self._kept.append(
-                    Kept(
-                        step,
-                        change,
-                        takes_back=change.before(current.config),
-                        entry=candidate.entry,
-                        parent=current.file,
-                        searched=candidate.knob is not None,
-                        move=candidate.move,
-                    )
-                )
-                refuted = profile.inactive.get(candidate.entry.name)
-                if refuted is not None:
-                    self.view.findings.append(
-                        f"{in_words(change)} was kept, and has no effect in its own profile: {refuted}"
-                    )
-                rung = Rung(file, config, profile)
-                self._say(f"  kept: {profile.step_s * 1e3:.1f} ms a step")
-        step["device_seconds"] += self.bench.journal.device_seconds - before
-        return rung
-
-    def _search_knob(self, current: Rung, candidate: Candidate) -> Rung:
-        knob = candidate.knob
-        assert knob is not None
-        start = float(value_of(current.config, knob.field))
-        if not knob.low <= start <= knob.high:
-            return current
-        self._say(f"search of {knob.field} from {start:g}, for {candidate.treats[0]}")
-        tries: dict[float, tuple[dict[str, Any], Change, RunConfig, Path]] = {}
-
-        def measure(value: float) -> float | None:
-            change = Change({knob.field: int(value) if knob.whole else value}, candidate.key)
-            if illegal(current.config, change, self.bench.facts) is not None:
-                return None
-            if not self._fits(current, candidate):
-                return None
-            self._say(f"{in_words(change)}, for {candidate.treats[0]}")
-            step = self._new_step(current, candidate, change)
-            write_prediction(
-                step, self._predictions.of_entry(current, candidate.entry, changed(current.config, change))
-            )
-            tries[value] = (step, change, *self._measure(current, candidate, step, change))
-            measured: Mapping[str, float] | None = step["measured"]
-            return None if measured is None else math.log(measured["ratio"])
-
-        best, _ = golden_section(knob, start, measure, trials=self.settings.knob_trials)
-        rung = current
-        for value, (step, change, config, file) in tries.items():
-            faster = step.pop("faster")
-            if value != best:
-                step["why"] += f"; the search went on to {knob.field} = {best:g}"
-            elif faster:
-                rung = self._gate_and_keep(current, step, candidate, change, config, file)
-        return rung
+        return self._steps.gate_and_keep(current, step, candidate, size.change, made)

@@ -8,14 +8,19 @@ from typing import Any
 
 from drivetrain.archive.atomic import write_text
 from drivetrain.catalogue import Numerics, StepEstimate
-from drivetrain.config import LaunchFacts, RunConfig, config_hash, to_toml
-from drivetrain.errors import DrivetrainError
+from drivetrain.config import LaunchFacts, RunConfig, config_hash, load_config, to_toml
+from drivetrain.errors import ConfigurationError, DrivetrainError
+from drivetrain.measure.memory import CATEGORIES
+from drivetrain.tune.candidates import illegal
 from drivetrain.tune.gate import Verdict
 from drivetrain.tune.gate_runs import run_gate
+from drivetrain.tune.goals import Goal, counted_event
 from drivetrain.tune.ladder_cost import Costs
 from drivetrain.tune.ladder_moves import Estimate
 from drivetrain.tune.ladder_records import Profile, Rung, profiled
 from drivetrain.tune.ladder_settings import LadderSettings
+from drivetrain.tune.layouts import processes_of
+from drivetrain.tune.moves import Change, changed
 from drivetrain.tune.pieces import Journal, Meter
 from drivetrain.tune.short_run import as_override
 from drivetrain.tune.trainer import Runner, Trainer
@@ -56,10 +61,11 @@ class Bench:
     ) -> None:
         self.folder = folder
         self.settings = settings
-        self.facts = LaunchFacts(world_size=settings.world_size)
         self.costs = Costs(settings)
         self.say = say
         self._meter = Meter(runner)
+        self.goal = replace(settings.goal, allocator_counts=settings.device_type == "cuda")
+        self.save = save
         self.journal = Journal(entries, self._meter, save)
         self._gate = gate if gate is not None else self._run_gate
         self._estimate = estimate
@@ -71,6 +77,44 @@ class Bench:
     def left_s(self) -> float:
         """What is left of the budget."""
         return self.settings.budget_s - self.journal.elapsed_s
+
+    def processes_of(self, config: RunConfig) -> int:
+        """Processes of a run of ``config``."""
+        return processes_of(config, self.settings.world_size)
+
+    def facts_of(self, config: RunConfig) -> LaunchFacts:
+        """Of a launch of ``config``."""
+        return LaunchFacts(world_size=self.processes_of(config), device_type=self.settings.device_type)
+
+    def why_illegal(self, config: RunConfig, change: Change) -> str | None:
+        """Why ``config`` after ``change`` may not be run, or not be judged; None where it may."""
+        try:
+            after = changed(config, change)
+        except ConfigurationError as error:
+            return str(error)
+        return illegal(config, change, self.facts_of(after)) or self.why_not_counted(after)
+
+    def why_not_counted(self, config: RunConfig) -> str | None:
+        """Why the live bytes of ``config``, which are the goal, cannot be counted; None where they can or need not
+        be."""
+        leaves = self._counting(config)
+        broken = illegal(config, Change(leaves), self.facts_of(config)) if leaves else None
+        return None if broken is None else f"its live bytes cannot be counted: {broken}"
+
+    def require_counted(self, config: RunConfig) -> None:
+        """Raise ConfigurationError where the goal is memory and the baseline's cannot be counted."""
+        why = self.why_not_counted(config)
+        if why is not None:
+            raise ConfigurationError(f"--goal memory: {why}")
+
+    def _counting(self, config: RunConfig) -> dict[str, Any]:
+        return self.goal.counting(config)
+
+    def live_categories(self, profile: Profile) -> Mapping[str, float]:
+        """Live bytes of the profile's run at its peak, by category; where nothing counted them (a device's allocator
+        knows no categories), every category alike."""
+        event = counted_event(Path(profile.run))
+        return dict.fromkeys(CATEGORIES, 1.0) if event is None else dict(event["by_category"])
 
     def write(self, config: RunConfig) -> Path:
         """The next configuration of the ladder, as a file."""
@@ -117,9 +161,13 @@ class Bench:
         def work() -> dict[str, Any]:
             attempt = self._meter.profile(
                 file,
-                [as_override("run.runs_dir", str(self.folder / "runs")), f"run.name={name}"],
+                [
+                    as_override("run.runs_dir", str(self.folder / "runs")),
+                    f"run.name={name}",
+                    *(as_override(leaf, value) for leaf, value in self._counting(config).items()),
+                ],
                 steps=self.settings.profile_steps,
-                world_size=self.settings.world_size,
+                world_size=self.processes_of(config),
                 timeout_s=timeout_s,
             )
             self._remove_checkpoints()
@@ -145,12 +193,14 @@ class Bench:
         *,
         entry: str | None = None,
         final: bool = False,
+        goal: Goal | None = None,
     ) -> dict[str, Any]:
         """``config`` in ``file`` against ``parent``: the document of a :class:`~drivetrain.tune.trial.TrialResult`.
 
         Args:
             entry: that must be in effect in the candidate.
             final: it is the last one, whose blocks carry a profiled window each.
+            goal: by what it is judged; None: that of the settings, from the baseline on.
         """
         settings = self.costs.trial_settings(parent.profile.step_s, final=final)
 
@@ -162,9 +212,10 @@ class Bench:
                 runs_dir=self.folder / "runs",
                 name=name,
                 settings=settings,
-                world_size=self.settings.world_size,
+                world_size=(self.processes_of(parent.config), self.processes_of(config)),
                 noise=self._noise,
                 must_be_active=entry,
+                goal=goal or self.goal,
                 progress=lambda message: self.say(f"  {message}"),
             )
             return result.to_document()
@@ -199,6 +250,10 @@ class Bench:
             trainer=trainer,
             folder=self.folder / "runs",
             settings=replace(self.settings.gate, world_size=self.settings.world_size),
+            world_sizes=(
+                self.processes_of(load_config(str(baseline)).config),
+                self.processes_of(load_config(str(candidate)).config),
+            ),
             progress=lambda message: self.say(f"  {message}"),
         )
 

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.archive.reader import open_run
 from drivetrain.catalogue import Optimisation, Setting, StepEstimate
 from drivetrain.catalogue.move import Move
 from drivetrain.config import RunConfig
-from drivetrain.errors import RunError
 from drivetrain.measure.account import Account
 from drivetrain.measure.optimisation import NoPrediction, Prediction
 from drivetrain.tune.candidates import illegal
+from drivetrain.tune.goals import counted_event
 from drivetrain.tune.moves import Change, changed
 from drivetrain.tune.short_run import as_override
 
@@ -114,17 +113,9 @@ def counted_bytes(blocks: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
         for block in blocks:
             if block["side"] != side or block["run"] is None or block["outcome"] != "finished":
                 continue
-            try:
-                events = open_run(Path(block["run"])).events()
-            except RunError:
-                continue
-            counts = [
-                event["peak_bytes"]
-                for event in events
-                if event["kind"] == "window" and event.get("what") == "memory_count"
-            ]
-            if counts:
-                found[name] = int(counts[-1])
+            counted = counted_event(Path(block["run"]))
+            if counted is not None:
+                found[name] = int(counted["peak_bytes"])
                 break
     return found
 

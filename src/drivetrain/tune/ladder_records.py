@@ -94,29 +94,28 @@ class Kept:
         step: what the document shows of it.
         change: what was changed.
         takes_back: what puts the former values back.
-        entry: whose move it was.
+        entry: whose move it was; None for a layout.
         parent: the configuration it was measured against.
         searched: it is the best value of a knob's search, not an entry switched on.
         move: of the entry, where it is one of several leaves.
+        numerics: the gate that it had to pass.
+        summary: what it does, in one line.
     """
 
     step: dict[str, Any]
     change: Change
     takes_back: Change
-    entry: Optimisation
+    entry: Optimisation | None
     parent: Path
     searched: bool
+    numerics: Numerics
+    summary: str
     move: Move | None = None
 
     @property
-    def numerics(self) -> Numerics:
-        """The gate that it had to pass."""
-        return self.entry.numerics if self.move is None else self.move.numerics
-
-    @property
-    def summary(self) -> str:
-        """What it does, in one line."""
-        return self.entry.summary if self.move is None else self.move.summary
+    def name(self) -> str | None:
+        """Of its entry; None for a layout."""
+        return None if self.entry is None else self.entry.name
 
 
 @dataclass
@@ -131,6 +130,8 @@ class View:
     final_gate: dict[str, Any] | None = None
     final_trial: dict[str, Any] | None = None
     speed_up: dict[str, Any] | None = None
+    goal: dict[str, Any] | None = None
+    plan: dict[str, Any] | None = None
     saved: dict[str, Any] | None = None
 
 
@@ -144,6 +145,8 @@ def empty_step(index: int, entry: str | None, change: Change, treats: Sequence[s
         "treats": list(treats),
         "predicted": None,
         "measured": None,
+        "speed": None,
+        "figures": None,
         "outcome": None,
         "least_effect": None,
         "memory_bytes": None,
@@ -162,6 +165,8 @@ def fill(step: dict[str, Any], trial: Mapping[str, Any]) -> None:
     """Lay the result of its trial over a step."""
     for key in ("measured", "outcome", "least_effect", "memory_bytes", "blocks", "why"):
         step[key] = trial[key]
+    for key in ("speed", "figures"):
+        step[key] = trial.get(key)
 
 
 def in_words(change: Change) -> str:
@@ -229,8 +234,12 @@ def _overhead(mean: MeanStep, calibration: Mapping[str, Any]) -> float | None:
     return mean.window_ns / 1e9 / float(plain_s) if plain_s else None
 
 
-def final_toml(final: RunConfig, kept: Sequence[Kept]) -> str:
-    """The final configuration as TOML, with a comment on each change above its leaf."""
+def final_toml(final: RunConfig, kept: Sequence[Kept], score: str = "the speed") -> str:
+    """The final configuration as TOML, with a comment on each change above its leaf.
+
+    Args:
+        score: what measured ratios are of.
+    """
     notes: dict[str, list[str]] = {}
     for one in kept:
         step, measured, gate = one.step, one.step["measured"], one.step["gate"]
@@ -238,7 +247,7 @@ def final_toml(final: RunConfig, kept: Sequence[Kept]) -> str:
             was = as_override(leaf, one.takes_back.leaves[leaf]).partition("=")[2]
             notes.setdefault(leaf, []).append(
                 f"was {was}: {one.summary}; treats {', '.join(step['treats'])}; {measured['ratio']:.3f}x "
-                f"[{measured['low']:.3f}, {measured['high']:.3f}] the speed of its parent; gate {gate['tier']}: "
+                f"[{measured['low']:.3f}, {measured['high']:.3f}] {score} of its parent; gate {gate['tier']}: "
                 f"{gate['verdict']}"
             )
     lines, section = [], ""

@@ -7,6 +7,7 @@ from typing import Any
 from drivetrain.catalogue import LearningRateRule
 from drivetrain.errors import RunError
 from drivetrain.tune.gate_runs import GateSettings
+from drivetrain.tune.goals import Goal
 
 __all__ = ["LadderSettings"]
 
@@ -27,6 +28,8 @@ class LadderSettings:
         knob_trials: most trials of one knob's search.
         world_size: processes of each run.
         batch_rule: how the learning rate follows a larger global batch; None: the global batch stays.
+        goal: what counts.
+        device_type: what the runs compute on, ``cpu`` or ``cuda``; None: nobody has looked.
         launcher: template of the command that starts the processes of a run; None: they are of this machine.
     """
 
@@ -42,6 +45,8 @@ class LadderSettings:
     world_size: int = 1
     batch_rule: LearningRateRule | None = None
     launcher: str | None = None
+    goal: Goal = field(default_factory=Goal)
+    device_type: str | None = None
 
     def to_document(self) -> dict[str, Any]:
         """As ``tune.json`` keeps them."""
@@ -61,6 +66,7 @@ class LadderSettings:
                 "only": tuple(document["only"]),
                 "looks": tuple(document["looks"]),
                 "gate": GateSettings(**gate),
+                "goal": Goal.from_document(document.get("goal")),
             }
             unknown = set(own) - {one.name for one in fields(cls)}
             if unknown:

@@ -7,8 +7,8 @@ from drivetrain.archive.atomic import write_text
 from drivetrain.config import tokens_per_step
 from drivetrain.errors import DrivetrainError
 from drivetrain.measure.statistics import least_effect
-from drivetrain.tune.candidates import illegal
 from drivetrain.tune.gate import TIERS
+from drivetrain.tune.goals import kept_speed
 from drivetrain.tune.ladder_bench import Bench
 from drivetrain.tune.ladder_records import (
     BASELINE_FILE,
@@ -58,7 +58,7 @@ class Top:
                 continue
             own = self._with_its_knobs(kept)
             takes_back = Change(_former_values(own), f"without {in_words(kept.change)}")
-            if illegal(current.config, takes_back, self._bench.facts) is not None:
+            if self._bench.why_illegal(current.config, takes_back) is not None:
                 self._view.findings.append(f"{in_words(kept.change)} cannot be removed alone: others need it")
             elif not self._fits(current):
                 self._view.findings.append(f"the budget left no room to remove {in_words(kept.change)} once")
@@ -69,7 +69,7 @@ class Top:
     def _with_its_knobs(self, kept: Kept) -> list[Kept]:
         """A change, and what was later found by searching a knob of its entry: it goes with it."""
         later = self._kept[self._kept.index(kept) + 1 :]
-        return [kept, *(one for one in later if one.entry is kept.entry)]
+        return [kept, *(one for one in later if one.name is not None and one.name == kept.name)]
 
     def _fits(self, current: Rung) -> bool:
         """Whether one more trial and the end fit the budget."""
@@ -80,13 +80,14 @@ class Top:
 
     def _without(self, current: Rung, kept: Kept, own: Sequence[Kept], takes_back: Change) -> Rung:
         index = kept.step["index"]
-        step = empty_step(index, kept.entry.name, takes_back, kept.step["treats"])
+        step = empty_step(index, kept.name, takes_back, kept.step["treats"])
         self._view.leave_one_out.append(step)
         self._bench.say(takes_back.name or "")
         config = changed(current.config, takes_back)
         file = self._bench.write(config)
         before = self._bench.journal.device_seconds
-        found = self._bench.trial(f"without-{index}", current, file, config)
+        goal = self._bench.goal.after(kept_speed([one.step for one in self._kept]))
+        found = self._bench.trial(f"without-{index}", current, file, config, goal=goal)
         fill(step, found)
         profile, stays = None, _why_it_stays(found)
         if stays is None:
@@ -127,15 +128,23 @@ class Top:
             self._view.findings.append(f"the final configuration is withdrawn, {why}")
             self._bench.say(f"withdrawn, {why}")
             return
-        self._view.speed_up = {key: trial["measured"][key] for key in ("ratio", "low", "high")}
+        self._view.speed_up = _ratio(trial.get("speed") or trial["measured"])
+        figures = trial.get("figures") or {}
+        self._view.goal = {
+            **(self._view.goal or {}),
+            **_ratio(trial["measured"]),
+            "baseline": figures.get("A"),
+            "final": figures.get("B"),
+        }
         self._show_accounts(trial, final)
         self._view.saved = saved(
             trial,
             steps=self._baseline.config.training.train_iters,
-            world_size=self._bench.settings.world_size,
+            world_size=self._bench.processes_of(self._baseline.config),
+            final_world_size=self._bench.processes_of(final.config),
             final_share=tokens_per_step(self._baseline.config) / tokens_per_step(final.config),
             treated=tuple(dict.fromkeys(name for kept in self._kept for name in kept.step["treats"])),
-            withheld=self._no_windows,
+            withheld=self._no_windows or self._why_nothing_is_saved(trial),
         )
         if self._view.saved["agreement"] == "differ":
             self._view.findings.append(
@@ -143,7 +152,18 @@ class Top:
                 f"{self._view.saved['deviation_low']:+.0%} to {self._view.saved['deviation_high']:+.0%}, where "
                 f"{AGREES_WITHIN:.0%} are allowed"
             )
-        write_text(self._bench.folder / FINAL_FILE, final_toml(final.config, self._kept))
+        write_text(
+            self._bench.folder / FINAL_FILE,
+            final_toml(final.config, self._kept, self._bench.settings.goal.ratio_of),
+        )
+
+    def _why_nothing_is_saved(self, trial: Mapping[str, Any]) -> str | None:
+        """Where another goal than speed may leave a run as slow as it was: nothing to divide a deviation by."""
+        speed = trial.get("speed")
+        if speed is None or speed["low"] > 1:
+            return None
+        goal = self._bench.settings.goal.name
+        return f"no time is shown to be saved, and the goal was {goal}"
 
     def _show_accounts(self, trial: Mapping[str, Any], final: Rung) -> None:
         """Both configurations with the account of processes that were measured, else of their profiles."""
@@ -190,6 +210,10 @@ class Top:
             return gate
         tier = max((kept.numerics for kept in self._kept), key=TIERS.index)
         return self._bench.gate("final-gate", self._baseline, final.file, final.config, tier)
+
+
+def _ratio(measured: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: measured[key] for key in ("ratio", "low", "high")}
 
 
 def _why_it_stays(removal: Mapping[str, Any]) -> str | None:

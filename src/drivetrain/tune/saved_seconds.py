@@ -70,6 +70,7 @@ def saved(
     *,
     steps: int,
     world_size: int,
+    final_world_size: int | None = None,
     final_share: float = 1.0,
     treated: Sequence[str] = (),
     withheld: str | None = None,
@@ -80,6 +81,7 @@ def saved(
         trial: its document; every block has finished, and the final configuration is faster by the mean of its steps.
         steps: of the whole run.
         world_size: devices.
+        final_world_size: of the final configuration, where those are others.
         final_share: tokens of a step of the baseline over those of a step of the final configuration, whose seconds
             count by that share: a step of a larger batch does the work of several.
         treated: classes that the kept changes treat.
@@ -96,11 +98,14 @@ def saved(
             for side, of_side in blocks.items()
         }
         by_account = _by_account(windows, plain, measured, final_share, treated)
+    means = {side: statistics.fmean(of_side) for side, of_side in plain.items()}
+    final_devices = world_size if final_world_size is None else final_world_size
+    device_s = means["A"] * world_size - means["B"] * final_share * final_devices
     return {
         "seconds_per_step": measured,
         **by_account,
-        "device_hours_per_run": measured * steps * world_size / 3600,
-        "device_hours_per_million_steps": measured * 1e6 * world_size / 3600,
+        "device_hours_per_run": device_s * steps / 3600,
+        "device_hours_per_million_steps": device_s * 1e6 / 3600,
         "rule": _RULE if final_share == 1.0 else f"{_RULE}; {_as_many_tokens(final_share)}",
         "withheld": withheld,
     }

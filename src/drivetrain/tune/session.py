@@ -64,6 +64,7 @@ def climb_tune(
     missing: Callable[[str], str | None] = lambda _capability: None,
     estimate: Estimate | None = None,
     say: Callable[[str], None] = lambda _message: None,
+    only_plan: bool = False,
 ) -> Tune:
     """Climb the ladder in ``path`` to its end, from where it is.
 
@@ -71,6 +72,7 @@ def climb_tune(
         budget_s: another budget than the one it was started with.
         runner: makes the runs; None: the command line, in the directory the tune was started in.
         gate, missing, estimate, say: see :class:`drivetrain.tune.ladder.Ladder`.
+        only_plan: profile the baseline, say what is expected to be tried, and end there: the tune can go on.
 
     Raises:
         RunError: it is finished, another process works on it, or it was begun on another machine.
@@ -113,6 +115,10 @@ def climb_tune(
         if document["status"] != "running":
             save_tune(path, {**document, "status": "running", "reason": None})
         try:
+            if only_plan:
+                ladder.plan()
+                save(ladder, "interrupted", f"only planned; it goes on with: drivetrain tune {path}")
+                return open_tune(path)
             ladder.climb()
         except KeyboardInterrupt:
             save(ladder, "interrupted", f"it goes on with: drivetrain tune {path}")
@@ -177,7 +183,16 @@ def require_resumable(tune: Tune) -> None:
 def contract(document: Mapping[str, Any]) -> dict[str, Any]:
     """What ``drivetrain tune --json`` prints of a tune's document."""
     steps = ("index", "entry", "change", "treats", "predicted", "measured", "memory_bytes", "gate", "kept")
-    more = ("outcome", "why", "device_seconds", "move", "memory", "no_prediction", "prediction_score")
+    more = (
+        "outcome",
+        "why",
+        "device_seconds",
+        "move",
+        "memory",
+        "speed",
+        "no_prediction",
+        "prediction_score",
+    )
     whole = (
         "tune",
         "status",
@@ -187,6 +202,8 @@ def contract(document: Mapping[str, Any]) -> dict[str, Any]:
         "baseline",
         "final",
         "speed_up",
+        "goal",
+        "plan",
         "final_gate",
         "saved",
         "prediction_score",

@@ -6,7 +6,7 @@ block is a result. The decision is :mod:`drivetrain.tune.trial_statistics`'.
 
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +15,17 @@ from drivetrain.archive.reader import open_run
 from drivetrain.config import load_config, tokens_per_step
 from drivetrain.measure.optimisation import OptimisationRecord
 from drivetrain.tune.block_window import BlockPlan, BlockWindow, window_of
+from drivetrain.tune.goals import Goal, counted_event
 from drivetrain.tune.short_run import as_override, short_run
 from drivetrain.tune.trainer import Attempt, Outcome, Runner
-from drivetrain.tune.trial_statistics import BLOCKS_OF_UNIT, Judgement, Noise, judge, noise_of, order_of
+from drivetrain.tune.trial_statistics import (
+    BLOCKS_OF_UNIT,
+    Judgement,
+    Noise,
+    SpeedRatio,
+    noise_of,
+    order_of,
+)
 
 __all__ = ["Block", "TrialResult", "TrialSettings", "run_trial", "why_without_effect"]
 
@@ -77,6 +85,9 @@ class Block:
         elapsed_s: of the process.
         window: what was profiled after the measured steps.
         no_window: why there is none where there should be; else empty.
+        effective_tokens_per_second: tokens of a measured step that carry loss over ``step_s``; None: not logged.
+        live_bytes: most live tensor bytes of a step, counted when the run began; None: they were not.
+        processes: of the run.
     """
 
     side: Side
@@ -91,6 +102,9 @@ class Block:
     elapsed_s: float
     window: BlockWindow | None = None
     no_window: str = ""
+    effective_tokens_per_second: float | None = None
+    live_bytes: int | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,8 @@ class TrialResult:
         why: in words.
         memory_bytes: median peak memory of the candidate's blocks minus that of the parent's; None: unknown.
         noise: of the parent's blocks.
+        speed: the ratio of tokens/s, where the judgement is of something else.
+        figures: geometric mean of the scores of each side, in the goal's unit; None where there is no judgement.
     """
 
     blocks: tuple[Block, ...]
@@ -114,6 +130,8 @@ class TrialResult:
     why: str
     memory_bytes: int | None
     noise: Noise = field(default_factory=Noise)
+    speed: SpeedRatio | None = None
+    figures: Mapping[str, float] | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -133,6 +151,8 @@ class TrialResult:
             "why": self.why,
             "memory_bytes": self.memory_bytes,
             "noise": asdict(self.noise),
+            "speed": None if self.speed is None else self.speed.to_document(),
+            "figures": None if self.figures is None else dict(self.figures),
         }
 
 
@@ -144,9 +164,10 @@ def run_trial(
     runs_dir: Path,
     name: str,
     settings: TrialSettings | None = None,
-    world_size: int = 1,
+    world_size: int | tuple[int, int] = 1,
     noise: Noise | None = None,
     must_be_active: str | None = None,
+    goal: Goal | None = None,
     progress: Callable[[str], None] = lambda _message: None,
 ) -> TrialResult:
     """Measure ``candidate`` against ``parent``, two whole configurations in files.
@@ -154,22 +175,27 @@ def run_trial(
     Args:
         runs_dir: archive of the blocks' runs. Their checkpoints are removed.
         name: of the runs, with ``-a`` or ``-b`` added.
+        world_size: processes of a run; of the parent's and the candidate's, where they differ.
         settings: how; by default one unit, and a second where the first decides nothing.
         noise: of earlier blocks of unchanged configurations, for the least effect.
         must_be_active: name of the catalogue's entry that the change requests; a candidate in which it had no effect
             is not worth more blocks.
+        goal: by what it is judged; None: tokens/s.
         progress: told what happens.
 
     Raises:
         ConfigurationError: a file is no configuration.
     """
     settings = TrialSettings() if settings is None else settings
+    goal = Goal() if goal is None else goal
+    sizes = (world_size, world_size) if isinstance(world_size, int) else world_size
     sides: dict[Side, _Prepared] = {
-        "A": _side(parent, settings, world_size),
-        "B": _side(candidate, settings, world_size),
+        "A": _side(parent, settings, sizes[0], goal),
+        "B": _side(candidate, settings, sizes[1], goal),
     }
     blocks: list[Block] = []
     judgement: Judgement | None = None
+    speed: SpeedRatio | None = None
     earlier = Noise() if noise is None else noise
     for look, units in enumerate(settings.looks):
         order = order_of(units)
@@ -187,21 +213,20 @@ def run_trial(
                     as_override("run.name", f"{name}-{side.lower()}"),
                 ],
                 options,
-                world_size,
                 _longest(blocks, sides) if side == "B" else None,
             )
             block = _block(side, attempt, sides[side])
             blocks.append(block)
             progress(_said(block, len(blocks), settings.looks[-1] * BLOCKS_OF_UNIT))
-            why = _failure(block) or (_without_effect(attempt, must_be_active) if side == "B" else None)
+            why = _failure(block, goal) or (_without_effect(attempt, must_be_active) if side == "B" else None)
             if why is not None:
                 return _failed(blocks, why)
-        speeds = [block.tokens_per_second for block in blocks if block.tokens_per_second is not None]
+        scores = [score for block in blocks if (score := goal.score(block)) is not None]
         places = [place for place, side in enumerate(order) if side == "A"]
-        own = noise_of([speeds[place] for place in places], places)
-        judgement = judge(
+        own = noise_of([scores[place] for place in places], places)
+        judgement, speed = goal.judge(
             order,
-            speeds,
+            blocks,
             looks=len(settings.looks),
             confidence=settings.confidence,
             noise=earlier + own,
@@ -211,7 +236,7 @@ def run_trial(
         if look + 1 < len(settings.looks):
             progress(f"undecided, {settings.looks[look + 1] - units} more times four blocks: {judgement.why}")
     assert judgement is not None
-    return _finished(blocks, judgement, own)
+    return _finished(blocks, judgement, own, goal, speed)
 
 
 @dataclass(frozen=True)
@@ -222,13 +247,17 @@ class _Prepared:
     overrides: Sequence[str]
     plan: BlockPlan
     tokens: int
+    world_size: int
 
 
-def _side(path: Path, settings: TrialSettings, world_size: int) -> _Prepared:
+def _side(path: Path, settings: TrialSettings, world_size: int, goal: Goal) -> _Prepared:
     config = load_config(str(path)).config
     plan = BlockPlan.of(config, world_size, settings.steps, settings.window_steps)
-    overrides = short_run(config, plan.last, profiles=plan.start is not None)
-    return _Prepared(path, overrides, plan, tokens_per_step(config))
+    overrides = [
+        *short_run(config, plan.last, profiles=plan.start is not None),
+        *(as_override(leaf, value) for leaf, value in goal.counting(config).items()),
+    ]
+    return _Prepared(path, overrides, plan, tokens_per_step(config), world_size)
 
 
 def _run(
@@ -236,20 +265,21 @@ def _run(
     side: _Prepared,
     overrides: Sequence[str],
     options: Sequence[str],
-    world_size: int,
     timeout_s: float | None,
 ) -> Attempt:
     """One block, with its window where it has one."""
     given = [*side.overrides, *overrides]
     if side.plan.start is None:
-        return trainer.train(side.config, given, options=options, world_size=world_size, timeout_s=timeout_s)
+        return trainer.train(
+            side.config, given, options=options, world_size=side.world_size, timeout_s=timeout_s
+        )
     return trainer.profile(
         side.config,
         given,
         steps=side.plan.steps,
         start=side.plan.start,
         options=options,
-        world_size=world_size,
+        world_size=side.world_size,
         timeout_s=timeout_s,
     )
 
@@ -263,7 +293,7 @@ def _training(attempt: Attempt) -> Mapping[str, Any]:
 
 def _block(side: Side, attempt: Attempt, prepared: _Prepared) -> Block:
     times: list[float] = []
-    memory = None
+    memory = effective = live = None
     window: BlockWindow | str | None = None
     plan = prepared.plan
     outcome, message = attempt.outcome, attempt.message
@@ -271,14 +301,22 @@ def _block(side: Side, attempt: Attempt, prepared: _Prepared) -> Block:
         shutil.rmtree(attempt.run / "checkpoints", ignore_errors=True)
     if outcome == "finished":
         assert attempt.run is not None
-        clean = [line for line in open_run(attempt.run).metrics() if not line["tags"]]
-        times = [
-            float(line["time/step_s"]) for line in clean[plan.ahead :] if line["step"] <= plan.measured_to
-        ]
+        run = open_run(attempt.run)
+        lines = run.metrics()
+        clean = [line for line in lines if not line["tags"]][plan.ahead :]
+        clean = [line for line in clean if line["step"] <= plan.measured_to]
+        times = [float(line["time/step_s"]) for line in clean]
+        effective = _effective_tokens(lines, {int(line["step"]) for line in clean})
+        peak = _training(attempt).get("peak_memory_bytes")
         if plan.start is None:
-            memory = _training(attempt).get("peak_memory_bytes")
+            memory = peak
         else:
             window = window_of(attempt.run, plan)
+        counted = counted_event(attempt.run)
+        if counted is not None:
+            live = int(counted["peak_bytes"])
+        elif "allocated" in str(_training(attempt).get("memory_rule")):
+            live = peak  # A device's allocator counts all the time.
     median = statistics.median(times) if times else None
     return Block(
         side=side,
@@ -293,7 +331,23 @@ def _block(side: Side, attempt: Attempt, prepared: _Prepared) -> Block:
         elapsed_s=attempt.elapsed_s,
         window=window if isinstance(window, BlockWindow) else None,
         no_window=window if isinstance(window, str) else "",
+        effective_tokens_per_second=None if median is None or effective is None else effective / median,
+        live_bytes=None if live is None else int(live),
+        processes=prepared.world_size,
     )
+
+
+def _effective_tokens(lines: Sequence[Mapping[str, Any]], counted: Collection[int]) -> float | None:
+    """Mean of the tokens that carry loss over the steps ``counted``; None where they are not logged."""
+    key = "progress/effective_tokens"
+    if not counted or any(key not in line for line in lines):
+        return None
+    found, before = [], 0.0
+    for line in lines:
+        if int(line["step"]) in counted:
+            found.append(float(line[key]) - before)
+        before = float(line[key])
+    return statistics.fmean(found)
 
 
 def _longest(blocks: Sequence[Block], sides: Mapping[Side, _Prepared]) -> float:
@@ -306,13 +360,12 @@ def _longest(blocks: Sequence[Block], sides: Mapping[Side, _Prepared]) -> float:
     return 5 * work * max(block.elapsed_s for block in blocks if block.side == "A") + _PATIENCE_S
 
 
-def _failure(block: Block) -> str | None:
+def _failure(block: Block, goal: Goal) -> str | None:
     who = "the candidate" if block.side == "B" else "the parent itself"
     if block.outcome != "finished":
         return f"{who}: {block.outcome.replace('_', ' ')}: {block.message}"
-    if block.tokens_per_second is None:
-        return f"{who} gave no figure: each of its steps was tagged (warm-up, compile)"
-    return None
+    lacking = goal.lacks(block)
+    return None if lacking is None else f"{who} gave no figure: {lacking}"
 
 
 def _without_effect(attempt: Attempt, entry: str | None) -> str | None:
@@ -343,18 +396,22 @@ def _failed(blocks: Sequence[Block], why: str) -> TrialResult:
     return TrialResult(tuple(blocks), worst, None, False, why, _memory(blocks))
 
 
-def _finished(blocks: Sequence[Block], judgement: Judgement, noise: Noise) -> TrialResult:
+def _finished(
+    blocks: Sequence[Block], judgement: Judgement, noise: Noise, goal: Goal, speed: SpeedRatio | None
+) -> TrialResult:
     faster, why = judgement.state == "faster", judgement.why
-    means = {side: [one.mean_step_s or 0.0 for one in blocks if one.side == side] for side in _SIDES}
-    tokens = {
-        side: [(one.tokens_per_second or 0.0) * (one.step_s or 0.0) for one in blocks if one.side == side]
-        for side in _SIDES
-    }
-    by_means = (sum(tokens["B"]) / sum(means["B"])) / (sum(tokens["A"]) / sum(means["A"]))
-    if faster and by_means <= 1:
+    by_side = {side: [one for one in blocks if one.side == side] for side in _SIDES}
+    refuted = goal.refuted_by_means(by_side["A"], by_side["B"]) if faster else None
+    if refuted is not None:
         faster = False
-        why += f"; but not by the mean of all its steps ({by_means:.3f}x): some are so slow that the gain is gone"
-    return TrialResult(tuple(blocks), "finished", judgement, faster, why, _memory(blocks), noise)
+        why += f"; {refuted}"
+    figures: dict[str, float] = {
+        side: goal.figure(statistics.geometric_mean(goal.score(one) or 0.0 for one in its))
+        for side, its in by_side.items()
+    }
+    return TrialResult(
+        tuple(blocks), "finished", judgement, faster, why, _memory(blocks), noise, speed, figures
+    )
 
 
 def _memory(blocks: Sequence[Block]) -> int | None:

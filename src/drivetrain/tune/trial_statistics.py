@@ -157,7 +157,13 @@ def speed_ratio(order: Sequence[Side], speeds: Sequence[float], *, confidence: f
 
 
 def judge(
-    order: Sequence[Side], speeds: Sequence[float], *, looks: int, confidence: float, noise: Noise
+    order: Sequence[Side],
+    speeds: Sequence[float],
+    *,
+    looks: int,
+    confidence: float,
+    noise: Noise,
+    words: tuple[str, str] = ("faster", "slower"),
 ) -> Judgement:
     """Decide of the blocks so far.
 
@@ -167,15 +173,17 @@ def judge(
             that looking again does not make errors more frequent.
         confidence: over all looks together.
         noise: of blocks of the parent, this trial's included.
+        words: what more of ``speeds`` is called, and less of it, where it is another score than speed.
     """
+    more, less = words
     measured = speed_ratio(order, speeds, confidence=1 - (1 - confidence) / looks)
     deviation = noise.deviation
     least = least_effect(deviation if deviation is not None else measured.deviation)
     interval = f"{measured.ratio:.3f}x, {confidence:.0%} interval {measured.low:.3f} to {measured.high:.3f}"
     if measured.low > 1 and measured.ratio >= 1 + least:
-        return Judgement("faster", measured, least, f"faster: {interval}")
+        return Judgement("faster", measured, least, f"{more}: {interval}")
     if measured.high < 1:
-        return Judgement("slower", measured, least, f"slower: {interval}")
+        return Judgement("slower", measured, least, f"{less}: {interval}")
     if measured.high < 1 + least_effect(0):
         return Judgement("no gain", measured, least, f"no gain of {least_effect(0):.0%} or more: {interval}")
     effect = max(abs(math.log(measured.ratio)), math.log1p(least_effect(0)))
@@ -186,7 +194,7 @@ def judge(
         else f"more than {BLOCKS_OF_UNIT * _MOST_UNITS} blocks"
     )
     if measured.low > 1:
-        why = f"faster, but by less than the least effect that counts here, {least:.1%}: {interval}"
+        why = f"{more}, but by less than the least effect that counts here, {least:.1%}: {interval}"
     else:
         why = (
             f"this machine is noisier than the effect: {interval}; blocks of the same configuration deviate by "

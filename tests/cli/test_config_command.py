@@ -67,6 +67,13 @@ def test_every_list_is_shown_beside_the_configuration(script: Path) -> None:
         assert line in result.stderr, line
 
 
+def test_what_a_file_holds_does_nothing_to_a_terminal(script: Path) -> None:
+    script.write_text(f"{ARGUMENTS.strip()} --tensorboard-dir \x1b[2Jx --\x07bell\n".replace("\n", " "))
+    result = run("config", "import", str(script), "--allow-missing")
+    assert "\x1b" not in result.stderr
+    assert "?[2Jx" in result.stderr
+
+
 def test_the_document_has_the_four_lists(script: Path) -> None:
     result = run("config", "import", str(script), "--json")
     document: dict[str, Any] = json.loads(result.stdout)

@@ -162,6 +162,12 @@ def test_a_launcher_that_does_not_do_its_part_is_no_result_of_a_configuration(
     assert message in str(refused.value)
 
 
+def test_a_launcher_may_be_ended_by_a_signal_without_a_name(tmp_path: Path) -> None:
+    ranks = LaunchedRanks(tmp_path / "attempt-0000", 1)
+    with pytest.raises(EnvironmentFault, match=r"ended by signal 40\): it started 0 of 1"):
+        ranks.require_begun(-40, lambda: "")
+
+
 def test_processes_that_the_launcher_took_along_crashed(tmp_path: Path) -> None:
     ranks = LaunchedRanks(tmp_path / "attempt-0000", 1)
     words = ranks.command([sys.executable, "-S", "-c", "import time; time.sleep(600)"], tmp_path)

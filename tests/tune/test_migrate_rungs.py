@@ -86,6 +86,11 @@ def test_proofs_have_the_least_batch_that_the_layout_allows_and_each_steps_rate(
     assert plain.lr_schedule.min_lr == 1e-5
 
 
+def test_a_length_of_the_schedule_does_not_shrink_to_nothing() -> None:
+    plain = plain_start(target(lr_schedule__lr_warmup_tokens=1), num_threads=1)
+    assert plain.lr_schedule.lr_warmup_tokens == 1
+
+
 def test_a_batch_that_is_the_least_already_is_kept() -> None:
     assert proof_batch(target(training__global_batch_size=16)) == 16
 

@@ -57,7 +57,8 @@ def run_import(file: str, overrides: Sequence[str], options: ImportOptions, *, a
     refused = imported.changes_training and not options.allow_missing
     text = None if refused else imported_toml(imported)
     for line in _report(imported):
-        print(line, file=sys.stderr)
+        # What a file holds is shown, and does nothing to a terminal.
+        print("".join(char if char.isprintable() or char == "\n" else "?" for char in line), file=sys.stderr)
     if text is not None and target is not None:
         write_text(target, text)
     if as_json:

@@ -228,7 +228,11 @@ class LaunchedRanks:
 
 
 def _code(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    # Real-time signals have no names of their own.
+    names = {one.value: one.name for one in signal.Signals}
+    return f"ended by {names.get(-code, f'signal {-code}')}"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -451,7 +451,7 @@ def _final_toml(final: RunConfig, states: Sequence[tuple[RungPlan, State]]) -> s
         "proven": "proven, gate {tier}",
         "no effect": "no effect",
         "not proven here": "not proven here",
-        "left out": "left out: its gate did not pass",
+        "left out": "left out: its run failed, or its gate did not pass",
         "not tried": "not tried",
     }
     notes = {leaf: words[state].format(tier=plan.tier) for plan, state in states for leaf in plan.leaves}

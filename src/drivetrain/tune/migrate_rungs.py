@@ -172,7 +172,9 @@ def _schedule_of(target: RunConfig, batch: int) -> LearningRateScheduleConfig:
     schedule, whole = target.lr_schedule, target.training.global_batch_size
     lengths = ("lr_warmup_tokens", "lr_decay_tokens", "lr_wsd_decay_tokens")
     given = {name: value for name in lengths if (value := getattr(schedule, name)) is not None}
-    return schedule.model_copy(update={name: value * batch // whole for name, value in given.items()})
+    # A length that is there stays there: a decay of no tokens at all is no legal one.
+    scaled = {name: max(value * batch // whole, min(value, 1)) for name, value in given.items()}
+    return schedule.model_copy(update=scaled)
 
 
 def proof_batch(target: RunConfig) -> int:

@@ -89,6 +89,7 @@ class Source:
         processes: that its launcher starts; None: unknown.
         launcher: the launcher's own arguments.
         notes: words that are no arguments, with what became of them.
+        lost: words that may hold arguments, with why nobody knows which.
     """
 
     trainer: Trainer
@@ -98,6 +99,7 @@ class Source:
     processes: int | None = None
     launcher: Sequence[Argument] = ()
     notes: Sequence[tuple[str, str]] = ()
+    lost: Sequence[tuple[str, str]] = ()
 
 
 @functools.cache

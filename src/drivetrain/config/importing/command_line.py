@@ -4,7 +4,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 from drivetrain.config.importing.arguments import Argument, Source, Trainer, known_names
-from drivetrain.config.importing.shell_values import Command, Explain, Text, commands_of
+from drivetrain.config.importing.shell_values import (
+    Command,
+    Explain,
+    Text,
+    commands_of,
+    is_absent,
+)
 from drivetrain.errors import ConfigurationError
 
 __all__ = ["source_of_text"]
@@ -33,7 +39,7 @@ def source_of_text(
     commands, explain = commands_of(text, where, given)
     words, line = _training_command(commands, where, given)
     before, after = _divided(words)
-    named, notes = _arguments(after, line, explain)
+    named, notes, lost = _arguments(after, line, explain)
     launcher = [one for one in named if one.name[2:].replace("_", "-") in _LAUNCHER]
     launcher += _arguments(before, line, explain)[0]
     own = [one for one in named if one.name[2:].replace("_", "-") not in _LAUNCHER]
@@ -48,7 +54,9 @@ def source_of_text(
         is_mindspeed = any(name in all_names and all_names[name].trainer == "mindspeed" for name in last)
         trainer = "mindspeed" if is_mindspeed else "megatron"
     processes = devices if devices is not None else _processes(launcher)
-    return Source(trainer, where, last, tuple(repeated), processes, tuple(launcher), tuple(notes))
+    return Source(
+        trainer, where, last, tuple(repeated), processes, tuple(launcher), tuple(notes), tuple(lost)
+    )
 
 
 def _known_count(words: Sequence[Text]) -> int:
@@ -119,10 +127,11 @@ def _divided(words: Sequence[Text]) -> tuple[list[Text], list[Text]]:
 
 def _arguments(
     words: Sequence[Text], line: int, explain: Explain
-) -> tuple[list[Argument], list[tuple[str, str]]]:
-    """Arguments with their words; what stands before the first of them, or is unknown as a whole, is noted."""
+) -> tuple[list[Argument], list[tuple[str, str]], list[tuple[str, str]]]:
+    """Arguments with their words; words that are empty, or stand before all of them; words that may hold others."""
     found: list[Argument] = []
     notes: list[tuple[str, str]] = []
+    lost: list[tuple[str, str]] = []
     for word in words:
         name, equals, value = word.text.partition("=")
         if re.match(r"--?[A-Za-z]", word.text):
@@ -132,24 +141,35 @@ def _arguments(
             found.append(Argument(name, (value,) if equals else (), missing, line))
         elif (
             word.missing
-            and re.fullmatch(r"\$\{?[\w@*]+\}?", word.text)
-            and not (found and _wants_value(found[-1]))
+            and (_IS_BUNDLE.fullmatch(word.text) or _WHOLE.fullmatch(word.text))
+            and not (found and _wants_value(found[-1]) and not _IS_BUNDLE.fullmatch(word.text))
         ):
-            reasons = ", ".join(map(explain, word.missing))
-            notes.append((word.text, f"it is empty as far as the file tells: {reasons}"))
+            reasons = list(map(explain, word.missing))
+            if all(map(is_absent, reasons)):
+                notes.append((word.text, f"it is empty as far as the file tells: {', '.join(reasons)}"))
+            else:
+                why = f"it may hold arguments, and its value is unknown: {', '.join(reasons)}"
+                lost.append((word.text, f"{why}; give it with --set NAME=VALUE, or write it into the file"))
         elif found:
             last = found[-1]
             missing = (*last.missing, *map(explain, word.missing))
             found[-1] = Argument(last.name, (*last.values, word.text.strip("'\"")), missing, line)
         elif word.missing:
             notes.append((word.text, "it stands before every argument"))
-    return found, notes
+    return found, notes, lost
+
+
+_WHOLE = re.compile(r"\$\{?[\w@*]+\}?|\$\(.*\)?", re.DOTALL)
+"""A variable, or the output of a command, as a whole word."""
+_IS_BUNDLE = re.compile(r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS|PARAMS|EXTRA)\w*\}?|\$[@*]", re.IGNORECASE)
+"""Variables that hold arguments and no value, by what scripts call them."""
 
 
 def _wants_value(argument: Argument) -> bool:
     """Whether a word behind it can be its value: it has none yet, and is no known switch."""
     known = known_names("mindspeed").get(argument.name)
-    return not argument.values and (known is None or argument.name not in _SWITCHES)
+    is_switch = argument.name in _SWITCHES or (known is not None and known.is_negative)
+    return not argument.values and not is_switch
 
 
 _SWITCHES = frozenset(
@@ -158,7 +178,12 @@ _SWITCHES = frozenset(
         "--overlap-param-gather", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--use-flash-attn",
         "--use-mcore-models", "--no-load-optim", "--no-load-rng", "--no-save-optim", "--no-save-rng",
         "--log-throughput", "--attention-softmax-in-fp32", "--group-query-attention", "--qk-layernorm", "--mock-data",
-        "--eod-mask-loss",
+        "--eod-mask-loss", "--use-rotary-position-embeddings", "--use-rope-scaling", "--deterministic-mode",
+        "--recompute-activations", "--accumulate-allreduce-grads-in-fp32", "--use-torch-fsdp2", "--use-megatron-fsdp",
+        "--no-position-embedding", "--reset-position-ids", "--reset-attention-mask", "--tp-comm-overlap",
+        "--use-cpu-initialization", "--finetune", "--async-save", "--calculate-per-token-loss", "--manual-gc",
+        "--add-qkv-bias", "--no-masked-softmax-fusion", "--apply-layernorm-1p",
+        "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb", "--use-mc2", "--moe-grouped-gemm",
     }
 )  # fmt: skip
 """Switches that scripts put right before a variable with more arguments."""

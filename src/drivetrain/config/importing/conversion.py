@@ -206,6 +206,8 @@ class Conversion:
             self.same.append(
                 Same(argument.name, argument.given, "the launcher's: processes are started by drivetrain")
             )
+        for word, reason in self.source.lost:
+            self.remark(word, "curve", reason)
         for word, reason in self.source.notes:
             self.same.append(Same(word, "", reason))
 

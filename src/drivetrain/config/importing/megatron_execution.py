@@ -1,11 +1,11 @@
 """Megatron-LM's and MindSpeed's arguments of layout, overlap, fused operators, memory."""
 
 from drivetrain.config.importing.conversion import Conversion
+from drivetrain.config.importing.megatron_model import tensor_parallel_name
 from drivetrain.config.importing.stage_layout import StageLayoutError, layers_of_stages
 
 __all__ = ["convert_execution", "model_ranks_of"]
 
-_TP = "--tensor-model-parallel-size"
 _PP = "--pipeline-model-parallel-size"
 _MODULES = {"core_attn": "core_attn", "mlp": "mlp", "layernorm": "norm"}
 _STAGES_OF_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -13,7 +13,7 @@ _STAGES_OF_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads
 
 def model_ranks_of(c: Conversion) -> int:
     """Processes that hold one model there, context-parallel ones included."""
-    sizes = (c.whole(_tp(c), 1), c.whole(_PP, 1), c.whole("--context-parallel-size", 1))
+    sizes = (c.whole(tensor_parallel_name(c), 1), c.whole(_PP, 1), c.whole("--context-parallel-size", 1))
     product = 1
     for size in sizes:
         product *= max(1, size or 1)
@@ -35,13 +35,9 @@ def convert_execution(c: Conversion) -> None:
     )
 
 
-def _tp(c: Conversion) -> str:
-    return "--model-parallel-size" if c.has("--model-parallel-size") and not c.has(_TP) else _TP
-
-
 def _sizes(c: Conversion) -> None:
-    tp = c.whole(_tp(c), 1) or 1
-    c.set("parallelism.tensor_model_parallel_size", tp, _tp(c), "the same number")
+    tp = c.whole(tensor_parallel_name(c), 1) or 1
+    c.set("parallelism.tensor_model_parallel_size", tp, tensor_parallel_name(c), "the same number")
     c.set("parallelism.pipeline_model_parallel_size", c.whole(_PP, 1), _PP, "the same number")
     if tp > 1:
         c.set(
@@ -106,6 +102,11 @@ def _pipeline(c: Conversion) -> None:
 
 def _virtual(c: Conversion, names: tuple[str, ...], pp: int, layers: int) -> int:
     """Stages on each rank."""
+    for name in names:
+        number = c.whole(name)
+        if number is not None and number < 1 and c.words(name) != ("0",):
+            c.problems.append(f"{name} {number}: must be >= 1; the nearest legal value is 1")
+            return 1
     per_stage = c.whole(names[0])
     if per_stage:
         if layers % (pp * per_stage):

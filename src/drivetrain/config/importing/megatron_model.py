@@ -2,7 +2,7 @@
 
 from drivetrain.config.importing.conversion import Conversion
 
-__all__ = ["convert_model"]
+__all__ = ["convert_model", "tensor_parallel_name"]
 
 _LLAMA3_CONTEXT = 8192
 _SWIGLU_MULTIPLE = 64
@@ -35,6 +35,12 @@ def convert_model(c: Conversion) -> None:
         "the same switch",
     )
     c.set("model.qk_layernorm", c.has("--qk-layernorm"), "--qk-layernorm", "the same switch")
+
+
+def tensor_parallel_name(c: Conversion) -> str:
+    """The argument that gives the tensor-parallel size: the last name of it, or an older one."""
+    new, old = "--tensor-model-parallel-size", "--model-parallel-size"
+    return old if c.has(old) and not c.has(new) else new
 
 
 def _sizes(c: Conversion) -> None:
@@ -109,6 +115,14 @@ def _positions(c: Conversion) -> None:
         c.set("model.rotary_base", c.number("--rotary-base", 10000.0), "--rotary-base", "the same number")
     else:
         c.drop("--rotary-base", "positions are not rotary")
+    if c.has("--no-position-embedding"):
+        if kind == "rope":
+            c.drop("--no-position-embedding", "rotary positions have no embedding")
+        else:
+            c.problems.append(
+                f"--no-position-embedding with --position-embedding-type {kind}: Megatron refuses it, positions are "
+                "told by --position-embedding-type alone; give one of rope, learned_absolute"
+            )
     _rope_scaling(c)
 
 
@@ -208,9 +222,18 @@ def _vocabulary(c: Conversion) -> None:
     if size is None:
         return
     multiple = c.whole("--make-vocab-size-divisible-by", 128) or 1
-    parts = c.whole("--tensor-model-parallel-size", 1) or 1
+    parts = c.whole(tensor_parallel_name(c), 1) or 1
     step = max(1, multiple * parts)
     padded = -(-size // step) * step
     rule = f"rounded up to a multiple of {multiple} x {parts} tensor-parallel ranks, as Megatron pads it"
+    kind = (
+        c.text("--tokenizer-type")
+        if c.has("--tokenizer-type") and not c.unreadable("--tokenizer-type")
+        else None
+    )
+    if kind == "NullTokenizer":
+        rule += "; before 2026 it added a row for the end of a document first"
+    elif kind not in (None, "TikTokenizer"):
+        rule += f"; there the size of the {kind} decides, if it is another one"
     c.set("model.vocab_size", padded, "--vocab-size", rule)
     c.also("--make-vocab-size-divisible-by", "model.vocab_size", rule)

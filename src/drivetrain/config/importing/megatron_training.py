@@ -40,8 +40,17 @@ def _contradictions(c: Conversion) -> None:
             "the stages of a pipeline's rank",
         ),
     ):
-        if c.has(one) and c.has(other) and not (_zero(c, one) or _zero(c, other)):
+        if c.has(one) and c.has(other) and not (_zero(c, one) or _zero(c, other) or _agree(c, one, other)):
             c.problems.append(f"{one} and {other} contradict each other: both decide {why}; give one of them")
+
+
+def _agree(c: Conversion, one: str, other: str) -> bool:
+    """Whether both say the same: dumps hold what was derived beside what it was derived from."""
+    first, second = c.words(one), c.words(other)
+    if (one, other) == ("--train-iters", "--train-samples"):
+        iters, samples, batch = (c.whole(name) for name in (one, other, "--global-batch-size"))
+        return None not in (iters, samples) and bool(batch) and iters == (samples or 0) // (batch or 1)
+    return one == "--num-layers" and first == second
 
 
 def _zero(c: Conversion, name: str) -> bool:
@@ -86,6 +95,9 @@ def _schedule(c: Conversion) -> None:
         return
     step_tokens = batch * length
     decay = _tokens(c, "decay", step_tokens, length)
+    if decay is None and c.has("--train-samples"):
+        # All samples, also those that make no whole step any more.
+        decay = "--lr-decay-samples", (c.whole("--train-samples") or 0) * length
     name, decay_tokens = decay if decay is not None else ("--lr-decay-iters", steps * step_tokens)
     warmup_name, warmup = _warmup(c, decay_tokens, step_tokens, length)
     c.set("lr_schedule.lr_warmup_tokens", warmup, warmup_name, f"in tokens: {step_tokens:,} a step")
@@ -138,6 +150,12 @@ def _tokens(c: Conversion, what: str, step_tokens: int, length: int) -> tuple[st
 def _warmup(c: Conversion, decay_tokens: int, step_tokens: int, length: int) -> tuple[str, int]:
     if c.has("--lr-warmup-fraction") and not _zero(c, "--lr-warmup-fraction"):
         share = c.number("--lr-warmup-fraction", 0.0) or 0.0
+        if not 0 <= share <= 1:
+            nearest = 1 if share > 1 else 0
+            c.problems.append(
+                f"--lr-warmup-fraction {share:g}: expected a share from 0 to 1; the nearest legal value is {nearest}"
+            )
+            share = float(nearest)
         return "--lr-warmup-fraction", round(share * decay_tokens)
     return _tokens(c, "warmup", step_tokens, length) or ("--lr-warmup-iters", 0)
 
@@ -229,7 +247,10 @@ def _is_weight(word: str) -> bool:
 def _split(c: Conversion) -> None:
     if not c.has("--split"):
         return
-    text = (c.text("--split") or "").strip("'\"")
+    given = c.text("--split")
+    if given is None:
+        return
+    text = given.strip("'\"")
     parts = [part.strip() for part in text.replace("/", ",").split(",") if part.strip()]
     if not parts or len(parts) > 3 or not all(_is_share(part) for part in parts):
         c.problems.append(f"--split {text}: expected up to three weights with commas between, as 949,50,1")

@@ -32,6 +32,7 @@ _TITAN_SECTIONS = frozenset(
     }
 )  # fmt: skip
 _DEEPEST = 12
+_MOST_BITS = 128
 
 
 def read_source(path: Path, trainer: Trainer | None, given: Mapping[str, str], devices: int | None) -> Source:
@@ -47,12 +48,13 @@ def read_source(path: Path, trainer: Trainer | None, given: Mapping[str, str], d
     """
     where = str(path)
     text = _text(path)
-    if trainer != "torchtitan" and not _looks_like_toml(path, text):
-        if path.suffix == ".py" or _is_python(text):
-            raise ConfigurationError(
-                f"{where} is a Python script, which would have to be run to know its arguments; give the shell script "
-                "or the command that starts it, a dump of its arguments, or a job file"
-            )
+    is_toml = _looks_like_toml(path, text)
+    if not is_toml and (path.suffix == ".py" or _is_python(path, text)):
+        raise ConfigurationError(
+            f"{where} is a Python script, which would have to be run to know its arguments; give the shell script "
+            "or the command that starts it, a dump of its arguments, or a job file"
+        )
+    if trainer != "torchtitan" and not is_toml:
         document = _mapping(path, text)
         if document is None:
             return source_of_text(text, where, trainer, given, devices)
@@ -73,7 +75,13 @@ def _text(path: Path) -> str:
             raise ConfigurationError(
                 f"{path} has {size:,} bytes, and a file of arguments has at most {MOST_BYTES:,}"
             )
-        data = path.read_bytes()[: MOST_BYTES + 1]
+        # A device or a pipe has no size, and may never end.
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ConfigurationError(
+                f"{path} has more than {MOST_BYTES:,} bytes, which is the most that a file of arguments has"
+            )
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {error.strerror or error}") from None
     except ValueError as error:
@@ -83,7 +91,8 @@ def _text(path: Path) -> str:
     if b"\0" in data:
         raise ConfigurationError(f"{path} is a binary file, and no text with arguments")
     try:
-        return data.decode("utf-8-sig")
+        # Lines may end as they do in DOS.
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} is no text in UTF-8 (byte {error.start})") from None
 
@@ -97,9 +106,12 @@ def _looks_like_toml(path: Path, text: str) -> bool:
     return re.fullmatch(r"\[[A-Za-z_][\w.]*\](\s*#.*)?", first) is not None
 
 
-def _is_python(text: str) -> bool:
+def _is_python(path: Path, text: str) -> bool:
     """Whether it is a program in Python: it says so, or has statements that no shell has."""
     first = text.split("\n", 1)[0]
+    if path.suffix in (".sh", ".bash") or re.match(r"#!.*\b(ba|da|k|z)?sh\b", first):
+        # A shell script may hold one in a here-document.
+        return False
     return (first.startswith("#!") and "python" in first) or len(_PYTHON.findall(text)) >= 2
 
 
@@ -213,6 +225,11 @@ def _leaves(document: Mapping[str, Any], prefix: str, depth: int = 0) -> Iterato
         if isinstance(value, dict):
             yield from _leaves(value, path, depth + 1)
         else:
+            for one in value if isinstance(value, list) else (value,):
+                if isinstance(one, int) and one.bit_length() > _MOST_BITS:
+                    raise ConfigurationError(
+                        f"{path}: a whole number of {one.bit_length():,} bits is no size; at most {_MOST_BITS}"
+                    )
             yield path, str(name), value
 
 
@@ -233,7 +250,7 @@ def _of_job_file(
         elif isinstance(value, list):
             arguments[path] = Argument(path, tuple(map(_word, value)) or ("none",))
         else:
-            arguments[path] = Argument(path, (str(value),))
+            arguments[path] = Argument(path, (_word(value),))
     return Source("torchtitan", where, arguments, processes=devices)
 
 

@@ -3,6 +3,7 @@
 Nothing is expanded and nothing is run here; :mod:`drivetrain.config.importing.shell_values` gives words their values.
 """
 
+import re
 from collections.abc import Sequence
 
 from drivetrain.config.importing.shell_lexer import DEEPEST, Lexer, Token
@@ -104,6 +105,8 @@ class _Parser:
             return self._function(line)
         if self._is_operator("("):
             self._at += 1
+            if self._is_operator("("):
+                return self._arithmetic(line)
             body = self._chain((), (")",))
             self._close()
             return body
@@ -113,6 +116,28 @@ class _Parser:
         if not self._is_operator(")"):
             raise self._fail(f"expected ), found {self._now.text!r}")
         self._at += 1
+
+    def _arithmetic(self, line: int) -> Other:
+        """``((…))``: what it assigns is not worked out, and so unknown behind it."""
+        self._at += 1
+        names, opened, before = [], 2, ""
+        while opened:
+            token = self._now
+            if token.kind == "end":
+                raise self._fail("(( is not closed")
+            opened += self._is_operator("(") - self._is_operator(")")
+            text = token.word.plain or "" if token.word is not None else ""
+            if token.assignment is not None:
+                value = token.assignment.value
+                if not (isinstance(value, Word) and (value.plain or "").startswith("=")):
+                    names.append(token.assignment.name)
+            elif re.fullmatch(r"[-+*/%^]?=", text):
+                names.append(before)
+            names += re.findall(r"(?:\+\+|--)([A-Za-z_]\w*)", text)
+            names += re.findall(r"([A-Za-z_]\w*)(?:\+\+|--|[-+*/%^]?=(?!=))", text)
+            before = text
+            self._at += 1
+        return Other("an arithmetic command", tuple(names), Chain(()), line)
 
     def _if(self, line: int) -> If:
         self._at += 1
@@ -174,7 +199,11 @@ class _Parser:
         self._take_word()
         while self._is_operator("(", ")", "\n"):
             self._at += 1
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise self._fail(f"statements are nested more than {DEEPEST} deep")
         body = self._statement()
+        self._depth -= 1
         return Other("a function", (), Chain(((";", body),)), line)
 
     def _take_word(self) -> Word:

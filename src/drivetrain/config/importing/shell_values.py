@@ -28,13 +28,16 @@ from drivetrain.config.importing.shell_tree import (
 from drivetrain.config.importing.whole_numbers import whole_number
 from drivetrain.errors import ConfigurationError
 
-__all__ = ["Command", "Explain", "Text", "commands_of"]
+__all__ = ["Command", "Explain", "Text", "commands_of", "is_absent"]
 
 Explain = Callable[[str], str]
 """Name without a value → why it has none, in words. Raises ConfigurationError where variables need each other."""
 
 _LONGEST = 1_000_000
 """Characters of all values together: a script that doubles a variable fills any memory."""
+_WRITES = frozenset({"read", "let", "mapfile", "readarray", "getopts"})
+"""Commands that write into the variables they are handed."""
+_ABSENT = ("(not set in the file)", "(an argument of the script itself)")
 _NUMBER_TESTS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
@@ -149,6 +152,7 @@ class _Script:
             return True
         if first in ("[", "[[", "test"):
             return self._test([word for word in words[1:] if word.text not in ("]", "]]")])
+        self._overwrite(words, statement.line)
         if first == "unset":
             for word in words[1:]:
                 self.values.pop(word.text, None)
@@ -159,6 +163,21 @@ class _Script:
             return False
         self.commands.append(Command(tuple(words), statement.line))
         return None
+
+    def _overwrite(self, words: Sequence[Text], line: int) -> None:
+        """What commands write into variables is unknown behind them."""
+        first, rest = words[0].text, [word.text for word in words[1:]]
+        names: list[str] = []
+        if element := re.match(r"([A-Za-z_]\w*)\[[^\]]*\]\+?=", first):
+            names = [element[1]]
+        elif first in _WRITES:
+            names = [found[0] for word in rest if (found := re.match(r"[A-Za-z_]\w*", word))]
+        elif first == "printf" and rest[:1] == ["-v"]:
+            names = rest[1:2]
+        for name in names:
+            self._assigned.setdefault(name, line)
+            if name not in self._given:
+                self.values[name] = Text(f"${name}", (f"{name} (written by {first!r} at line {line})",))
 
     def _leave_open(self, statements: Iterable[Statement], why: str) -> None:
         """Nobody knows whether, or how often, these run."""
@@ -203,7 +222,8 @@ class _Script:
                         yield part.name
 
     def _count(self, value: _Value) -> None:
-        self._length += sum(len(one.text) for one in ([value] if isinstance(value, Text) else value))
+        # An empty element of an array takes its place as well.
+        self._length += sum(len(one.text) + 1 for one in ([value] if isinstance(value, Text) else value))
         if self._length > _LONGEST:
             raise ConfigurationError(
                 f"{self.where}: its variables hold more than {_LONGEST:,} characters; it is no list of arguments"
@@ -220,10 +240,9 @@ class _Script:
                         return decides
                     found = None if answer is None else found
                 return found
-        if words and words[0].text == "!":
-            inner = self._test(words[1:])
-            return None if inner is None else not inner
-        return _simple_test(words)
+        negations = next((place for place, word in enumerate(words) if word.text != "!"), len(words))
+        answer = _simple_test(words[negations:])
+        return None if answer is None else answer is not bool(negations % 2)
 
     # -- words --------------------------------------------------------------------------------------------------
 
@@ -241,6 +260,8 @@ class _Script:
             return Text(f"$({part.text[:60]})", (f"the output of the command {part.text[:60].strip()!r}",))
         assert isinstance(part, Variable)
         found = self._lookup(part)
+        # Before it is put beside others: a long value that stands in a word many times fills any memory.
+        self._count(found)
         if isinstance(found, Text):
             return found
         return Text(" ".join(one.text for one in found), _missing(found))
@@ -257,19 +278,27 @@ class _Script:
                 open_field = True
             fields[-1].append(text)
 
+        arrays = any(isinstance(part, Variable) and _is_array(part) for part in word.parts)
         for part in word.parts:
             if isinstance(part, Literal):
-                add(Text(part.text))
-            elif isinstance(part, Variable) and (part.index == "@" or not part.quoted):
+                # The quotation marks around an array alone make no word: there is none where it is empty.
+                if part.text or not arrays:
+                    add(Text(part.text))
+            elif isinstance(part, Variable) and (_is_array(part) or not part.quoted):
                 found = self._lookup(part)
                 pieces = found if isinstance(found, list) else [found]
+                self._count(pieces)
+                spaces = "" if part.quoted else "".join(one.text for one in pieces)
                 if not part.quoted:
                     pieces = [piece for one in pieces for piece in _split_text(one)]
+                if spaces[:1].isspace():
+                    open_field = False
                 for place, piece in enumerate(pieces):
                     if place:
                         open_field = False
                     add(piece)
-                self._count(pieces)
+                if spaces[-1:].isspace():
+                    open_field = False
             else:
                 add(self._part(part))
         return [Text("".join(one.text for one in field), _missing(field)) for field in fields]
@@ -333,8 +362,8 @@ class _Script:
         if name in self._assigned:
             return f"${name} (used before line {self._assigned[name]}, which sets it)"
         if name.isdigit() or name in "@*":
-            return f"${name} (an argument of the script itself)"
-        return f"${name} (not set in the file)"
+            return f"${name} {_ABSENT[1]}"
+        return f"${name} {_ABSENT[0]}"
 
     def _circle(self, name: str) -> list[str]:
         """Names from ``name`` back to itself, each of which needs the next one; empty: there is no such way."""
@@ -439,6 +468,16 @@ def _split_text(text: Text) -> list[Text]:
         own = tuple(one for one in text.missing if f"${one.partition(' ')[0]}" in piece)
         found.append(Text(piece, own or (text.missing if "$" in piece else ())))
     return found
+
+
+def _is_array(variable: Variable) -> bool:
+    """Whether it stands for as many words as it has elements, inside quotation marks as well."""
+    return variable.index == "@" or (variable.index is None and variable.name == "@")
+
+
+def is_absent(reason: str) -> bool:
+    """Whether a value is unknown because nothing in the file gives one: where no one else does, it is empty."""
+    return reason.endswith(_ABSENT)
 
 
 def _missing(texts: Iterable[Text]) -> tuple[str, ...]:

@@ -22,6 +22,18 @@ _SCHEDULES = {
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
+_BEFORE_SCALING = (
+    "training.batch_size",
+    "training.warmup_steps",
+    "training.tensor_parallel_degree",
+    "training.data_parallel_degree",
+    "training.data_parallel_shard_degree",
+    "experimental.pipeline_parallel_degree",
+    "experimental.context_parallel_degree",
+)
+"""Places of fields that versions before July 2025 have alone."""
+
+
 def convert_torchtitan(c: Conversion) -> None:
     """Every field that has one of ours."""
     _model(c)
@@ -36,7 +48,7 @@ def convert_torchtitan(c: Conversion) -> None:
 
 def _first(c: Conversion, *names: str) -> str:
     """The first of several places of a field that was given; the newest where none was."""
-    return next((name for name in names if c.has(name)), names[0])
+    return next((name for name in names if name in c.source.arguments), names[0])
 
 
 @functools.cache
@@ -86,6 +98,7 @@ def _model(c: Conversion) -> None:
     }
     for path, value in fields.items():
         c.set(path, value, "model.flavor", rule)
+    _scaling(c, family)
     c.also("model.name", "model.num_layers", rule)
     c.remark(
         "first weights",
@@ -95,10 +108,34 @@ def _model(c: Conversion) -> None:
     )
 
 
+def _scaling(c: Conversion, family: dict[str, Any]) -> None:
+    """Frequencies of rotary positions, which the family's model scales whatever the job file says."""
+    scaling = family.get("rope_scaling")
+    if scaling is None:
+        return
+    older = next((name for name in _BEFORE_SCALING if c.has(name)), None)
+    if older is not None:
+        c.remark(
+            "scaling of rotary positions",
+            "curve",
+            f"not scaled here, as before October 2025, which {older} is from; later versions scale them: "
+            "model.use_rope_scaling=true",
+        )
+        return
+    rule = "rotary frequencies are scaled as in Llama 3.1; versions before October 2025 did not"
+    c.set("model.use_rope_scaling", True, "model.flavor", rule)
+    for path, value in scaling.items():
+        c.set(f"model.rope_scaling_{path}", value, "model.flavor", rule)
+
+
 def _degree(c: Conversion, name: str, default: int) -> tuple[str, int]:
     places = [f"{section}.{name}" for section in ("parallelism", "training", "experimental")]
     place = _first(c, *places)
     found = c.whole(place, default)
+    if found is not None and found < 1 and (found, default) != (-1, -1):
+        least = "1, or -1 for what the others leave" if default == -1 else "1"
+        c.problems.append(f"{place} {found}: expected at least {least}; the nearest legal value is 1")
+        found = 1
     return place, default if found is None else found
 
 
@@ -191,6 +228,9 @@ def _pipeline(c: Conversion, pp: int) -> None:
         c, *(f"{one}.pipeline_parallel_layers_per_stage" for one in ("parallelism", "experimental"))
     )
     per_stage = c.whole(per_name)
+    if per_stage is not None and per_stage < 1:
+        c.problems.append(f"{per_name} {per_stage}: must be >= 1; the nearest legal value is 1")
+        return
     whole = layers + first + last
     stages = pp * found[1] if per_stage is None else -(-whole // per_stage)
     if stages % pp:
@@ -199,6 +239,12 @@ def _pipeline(c: Conversion, pp: int) -> None:
     counts = [whole // stages + (place < whole % stages) for place in range(stages)]
     counts[0] -= first
     counts[-1] -= last
+    if min(counts) < 0:
+        c.problems.append(
+            f"{first_name} {first} and {last_name} {last}: of {layers} layers a stage would have {min(counts)}; the "
+            "nearest legal value is 0"
+        )
+        return
     if stages // pp > 1:
         c.values["parallelism.virtual_pipeline_model_parallel_size"] = stages // pp
     rule = "layers of each stage: the ends have fewer, for the embedding and the output"
@@ -262,6 +308,13 @@ def _schedule(c: Conversion) -> None:
         "all steps of the run, in tokens",
     )
     ratio = c.number("lr_scheduler.decay_ratio")
+    if ratio is not None and not 0 <= ratio <= 1:
+        nearest_share = 1 if ratio > 1 else 0
+        c.problems.append(
+            f"lr_scheduler.decay_ratio {ratio:g}: expected a share from 0 to 1; the nearest legal value is "
+            f"{nearest_share}"
+        )
+        ratio = float(nearest_share)
     decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
     c.set("lr_schedule.lr_decay_style", "WSD", "lr_scheduler.decay_type", "warm-up, stable phase and decay")
     styles = {"linear": "linear", "sqrt": "minus_sqrt", "cosine": "cosine"}
@@ -310,7 +363,10 @@ def _optimizer(c: Conversion) -> None:
             "torchtitan decays norms as well; here matrices alone are decayed",
         )
     field = _first(c, "optimizer.implementation", "optimizer.fused")
-    fused = c.text(field, "fused") in ("fused", "true", None)
+    if field == "optimizer.fused":
+        fused = c.has(field)
+    else:
+        fused = c.choice(field, ("for-loop", "foreach", "fused"), "fused") == "fused"
     c.set("optimizer.fused", fused, field, "one kernel for the update")
     seed = _first(c, "debug.seed", "training.seed")
     if c.has(seed):
@@ -361,7 +417,13 @@ def _recompute(c: Conversion) -> None:
     mode = c.choice("activation_checkpoint.mode", ("none", "full", "selective", "memory_budget"), "selective")
     option = c.text("activation_checkpoint.selective_ac_option", "2") or "2"
     name, layers = "activation_checkpoint.mode", c.values.get("model.num_layers")
-    if mode == "selective" and option.isdigit() and int(option) > 0 and layers is not None:
+    if (
+        mode == "selective"
+        and option.isascii()
+        and option.isdigit()
+        and int(option) > 0
+        and layers is not None
+    ):
         rule = f"every {option}-th layer there; as many of the first layers of each stage here"
         c.set("memory.recompute_granularity", "full", name, "whole layers")
         c.set("memory.recompute_method", "block", name, rule)

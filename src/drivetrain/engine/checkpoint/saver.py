@@ -1,6 +1,5 @@
 """The checkpoints of one run: written while training stands still, or by a thread while it goes on."""
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from drivetrain.engine.checkpoint.save import (
     save_checkpoint,
     say_warning,
 )
+from drivetrain.engine.one_core import OneCoreThread
 from drivetrain.errors import EnvironmentFault
 
 __all__ = ["CheckpointSaver", "Saved"]
@@ -179,7 +179,7 @@ class _Writing:
         self._seconds = 0.0
         self._timeout_s = timeout_s
         # A run that ends with an error does not wait for it: what it has written is no checkpoint yet.
-        self.thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self.thread = OneCoreThread(target=self._run, name="checkpoint-writer", daemon=True)
         self.thread.start()
 
     @property

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from typing import Generic, Self, TypeVar
 
+from drivetrain.engine.one_core import OneCoreThread
+
 __all__ = ["Ahead"]
 
 Item = TypeVar("Item")
@@ -28,7 +30,7 @@ class Ahead(Iterator[Item], Generic[Item]):
         assert depth >= 1
         self._ready: queue.Queue[Item | _End] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
+        self._thread = OneCoreThread(
             target=_build, args=(items, self._ready, self._stopped), name="drivetrain-prefetch", daemon=True
         )
         self._thread.start()

@@ -36,6 +36,8 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from drivetrain.engine.one_core import OneCoreThread
+
 __all__ = [
     "CallerStream",
     "Event",
@@ -341,27 +343,12 @@ class _Worker:
             thread.join(_LEAVE_S)
 
 
-class _StreamThread(threading.Thread):
+class _StreamThread(OneCoreThread):
     """By which the streams of a process are found among its threads."""
 
     def __init__(self, worker: _Worker, name: str) -> None:
-        super().__init__(name=f"stream {name}", daemon=True)
+        super().__init__(target=worker.main, name=f"stream {name}", daemon=True)
         self.worker = worker
-        self._takes_one_core = threading.Event()
-
-    def start(self) -> None:
-        """Torch keeps the number of OpenMP's threads by thread, but tells MKL's products one number for all: the caller
-        gives that back."""
-        before = torch.get_num_threads()
-        super().start()
-        self._takes_one_core.wait()
-        torch.set_num_threads(before)
-
-    def run(self) -> None:
-        torch.get_num_threads()  # a thread's own number is set at its first question, over what was set before
-        torch.set_num_threads(1)
-        self._takes_one_core.set()
-        self.worker.main()
 
 
 class HostStream:
@@ -369,10 +356,7 @@ class HostStream:
 
     Torch's operations and collectives let other threads run while they compute or wait, so a stream works beside its
     giver as far as there are cores. A process that is forked off must not use the streams of its parent.
-
-    Torch's operations in it take one core. Two threads that both spread theirs over several have two teams of them,
-    more than there are cores: OpenMP's threads then sleep after each operation instead of waiting for the next, for
-    good.
+    Torch's operations in it take one core.
     """
 
     def __init__(self, name: str) -> None:

@@ -3,6 +3,8 @@
 import gc
 
 import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from drivetrain.engine.recorded_collections import RecordedCollections
@@ -33,3 +35,19 @@ def test_what_was_never_begun_ends_without_a_word() -> None:
 @pytest.mark.parametrize("name", ["Python GC", "python gc", "drivetrain/gc", "<built-in function collect>"])
 def test_the_records_of_torch_and_ours_are_known_as_collections(name: str) -> None:
     assert NameTable.load().label("cause", name) == "host.gc"
+
+
+def test_a_collection_while_torch_traces_is_no_part_of_the_graph() -> None:
+    def doubled(values: torch.Tensor) -> torch.Tensor:
+        gc.collect(0)
+        return values * 2
+
+    collections = RecordedCollections()
+    with profile(activities=[ProfilerActivity.CPU]):
+        collections.begin()
+        try:
+            traced = make_fx(doubled, tracing_mode="fake")(torch.ones(2))
+        finally:
+            collections.end()
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.aten.mul.Tensor]

@@ -7,6 +7,7 @@ import gc
 from typing import Any
 
 from torch.profiler import record_function
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 __all__ = ["RecordedCollections"]
 
@@ -15,7 +16,11 @@ _RANGE = "python gc"
 
 
 class RecordedCollections:
-    """From :meth:`begin` to :meth:`end` each collection is a range, on the thread that it stops."""
+    """From :meth:`begin` to :meth:`end` each collection is a range, on the thread that it stops.
+
+    Those that fall into a compilation are none: what torch traces has a range of its own, and a record that is opened
+    meanwhile would be traced as an operator of the graph, or fail.
+    """
 
     def __init__(self) -> None:
         self._open: record_function | None = None
@@ -33,8 +38,16 @@ class RecordedCollections:
     def _note(self, phase: str, _info: dict[str, Any]) -> None:
         # There is never a second one before the first has ended, and both calls are made by one thread.
         if phase == "start":
-            self._open = record_function(_RANGE)
-            self._open.__enter__()
+            if not _is_tracing():
+                span = record_function(_RANGE)
+                span.__enter__()
+                self._open = span
         elif self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
+
+
+def _is_tracing() -> bool:
+    """Whether a mode of torch's own takes each operator of this thread; others see the range and pass it on."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(type(mode).__module__.startswith("torch.") for mode in modes)

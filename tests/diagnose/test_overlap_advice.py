@@ -10,6 +10,7 @@ from test_diagnosis import MS, account, config_with
 from drivetrain.archive.collective_waits import RunCollectives
 from drivetrain.config import LaunchFacts
 from drivetrain.diagnose import Facts, Finding, diagnose
+from drivetrain.diagnose.moving import moved_s
 from drivetrain.diagnose.rules.overlap_advice import Pieces, judge
 from drivetrain.measure.collective_waits import Matched
 
@@ -99,6 +100,12 @@ def test_waiting_for_a_rank_is_no_matter_of_size() -> None:
         one for one in diagnose(replace(facts, collectives=told)).findings if one.rule == "overlap_advice"
     ]
     assert exact.cost_ns == pytest.approx(4 * MS)
+
+
+def test_collectives_that_could_not_be_matched_do_not_say_that_nothing_moved() -> None:
+    facts = Facts(account(), "a run", collectives=RunCollectives(2, [collective(3)]))
+    assert moved_s(facts, "dp", "all_reduce", 0.02) == pytest.approx(0.0015)
+    assert moved_s(facts, "tp", "all_reduce", 0.02) == 0.02, "of tensor parallelism none was matched"
 
 
 def collective(exposed_ms: int) -> Matched:

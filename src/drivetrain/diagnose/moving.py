@@ -18,7 +18,7 @@ _NAMELESS = ("world", "unknown")
 def moved_s(facts: Facts, group: str, kind: str, exposed_s: float) -> float:
     """Seconds of a step in which rank 0 stood waiting while bytes moved.
 
-    Known where all ranks wrote their collectives, or where the account has the traces of several ranks, rank 0's
+    Known where all ranks wrote these collectives, or where the account has the traces of several ranks, rank 0's
     among them; else all of it.
 
     Args:
@@ -27,10 +27,10 @@ def moved_s(facts: Facts, group: str, kind: str, exposed_s: float) -> float:
     """
     known = facts.collectives
     if known is not None and known.steps:
-        own = sum(
-            one.exposed_ns.get(0, 0) for one in known.matched if one.group == group and one.kind == kind
-        )
-        return min(exposed_s, own / 1e9 / known.steps)
+        own = [one.exposed_ns.get(0, 0) for one in known.matched if one.group == group and one.kind == kind]
+        # None of them: queues that ranks could not tell apart are not matched, which says nothing about their bytes.
+        if own:
+            return min(exposed_s, sum(own) / 1e9 / known.steps)
     first = next((rank for rank in facts.account.ranks if rank.rank == 0), None)
     if first is None or not first.steps:
         return exposed_s

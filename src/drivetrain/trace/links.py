@@ -260,7 +260,11 @@ def _verdict(
         # sends forward what it receives backward, between other work.
         if on_device or group.kind != "send":
             speed = _speed(index, group, alike, significant_ns, on_device)
-        if speed.reference is None:
+        else:
+            reason = (
+                "a message between threads of the host arrives when those are scheduled, whatever the link"
+            )
+        if speed.reference is None and reason is None:
             reason = f"no other group of {len(group.ranks)} ranks moves the same payload, and " + (
                 f"fewer than {_LEAST_FOR_OWN_BEST} transfers of one payload tell no best of its own"
                 if on_device

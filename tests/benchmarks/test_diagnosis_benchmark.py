@@ -1,11 +1,13 @@
 """The benchmark of planted faults: which scenarios it runs, and what it makes of what it found."""
 
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import diagnosis
-from diagnosis import Judgement, Result, Scenario, all_scenarios, chosen, claims_of, line_of
+from diagnosis import Job, Judgement, Place, Result, Scenario, all_scenarios, chosen, claims_of, line_of
 
 FOUND = Judgement(
     scenario="data.padding",
@@ -64,9 +66,25 @@ def test_names_and_costs_are_claims_over_the_scenarios_that_cost_enough() -> Non
 
 
 def test_clean_runs_that_claim_a_fault_are_counted_and_named() -> None:
-    quiet = claims_of([result(), result(unfounded=["host.logging: 3.0%"], name="host.python")])[2]
-    assert quiet.ratio == pytest.approx(5 / 6)
+    claimed = ["host.logging: 3.0%", "host.thread_oversubscription: cost unknown"]
+    quiet = claims_of([result(), result(unfounded=claimed, loud_runs=1, name="host.python")])[2]
+    assert quiet.ratio == pytest.approx(5 / 6), "two findings of one run"
     assert "host.python: host.logging: 3.0%" in quiet.note
+
+
+def test_a_job_that_hangs_is_its_own_scenarios_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def hangs(job: Job) -> Path:
+        raise subprocess.TimeoutExpired(["train"], 300)
+
+    monkeypatch.setattr(diagnosis, "run", hangs)
+    scenario = replace(scenario_of("data.padding"), faulty=_job, clean=_job)
+    found = diagnosis.measured(scenario, Place(tmp_path), diagnosis.Pace(1, 1, 0.0))
+    assert found.judgement is None
+    assert "timed out after 300 seconds" in str(found.why_not)
+
+
+def _job(place: Place) -> Job:
+    return Job(folder=place.folder, config="")
 
 
 def test_the_list_says_what_was_found_what_is_true_and_what_could_not_run() -> None:

@@ -106,6 +106,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
             "data.sample_cache_path={folder}",
         ],
     ),
+    "one by one": (1, [*OFF, *WINDOW, "training.micro_batch_size=1"]),
     "prefetched": (1, [*OFF, *WINDOW, "data.prefetch_batches=2"]),
     "fp16": (1, [*OFF, *WINDOW, "precision.params_dtype=fp16", "precision.optimizer_state_dtype=bf16"]),
     "baked": (
@@ -147,6 +148,8 @@ ON_IN = {
     "data_workers": "on",
     "ddp_bucket": "two, on",
     "grad_reduce_dtype": "two, updates shared, on",
+    # The tiny configuration has four.
+    "micro_batch": "off",
     "overlap_param_gather": "two, updates shared, on",
     "prefetch_blocks": "two, all shared, on",
     "tp_async_gradient": "two, layers shared, on",
@@ -163,7 +166,11 @@ ON_A_GPU = {"tp_symmetric_memory"}
 OFF_IN = {
     name: which.replace(", on", ", off") if which.startswith("two") else "off"
     for name, which in ON_IN.items()
-} | {"tp_chunks": "two, layers shared, off", "tp_symmetric_memory": "two, layers shared, off"}
+} | {
+    "micro_batch": "one by one",
+    "tp_chunks": "two, layers shared, off",
+    "tp_symmetric_memory": "two, layers shared, off",
+}
 
 Train = Callable[[str], dict[str, Any]]
 

@@ -81,7 +81,7 @@ def _evidence(config: RunConfig, seen: Observation, _account: Account | None) ->
     # How many ranks share them is not known here: a whole number of them does if passes have the size asked for.
     ranks = batch / (passes * size)
     if ranks >= 1 and ranks == round(ranks):
-        return Evidence("shown", f"{words}: {size} in each")
+        return Evidence("shown" if size > 1 else "absent", f"{words}: {size} in each")
     return Evidence("absent", f"{words}, which is not {size} in each")
 
 
@@ -108,6 +108,6 @@ ENTRY = Optimisation(
     interacts_with=((_FIELD, "memory.recompute_num_layers"),),
     evidence_rule=(
         "shown: as many forward passes a step on a rank as the micro-batch makes of the global batch on a whole number "
-        "of data-parallel ranks; absent: another number; unknown in pipelines"
+        "of data-parallel ranks; absent: another number, or one sequence in each; unknown in pipelines"
     ),
 )

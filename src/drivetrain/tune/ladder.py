@@ -98,6 +98,9 @@ class Ladder:
             DrivetrainError: the baseline cannot be trained, or the budget does not hold one step.
         """
         baseline = self.plan()
+        assert self.view.plan is not None
+        for line in plan_lines(self.view.plan):
+            self._say(line)
         current = baseline
         tried: set[str] = set()
         search = KnobSearch(self._steps, self._sampler)
@@ -128,8 +131,6 @@ class Ladder:
         baseline = self._start()
         found, _ = self._survey(baseline, frozenset())
         self.view.plan = plan_document(found.candidates, baseline, self._steps)
-        for line in plan_lines(self.view.plan):
-            self._say(line)
         self._save()
         return baseline
 

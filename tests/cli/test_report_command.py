@@ -194,21 +194,24 @@ def test_a_run_that_was_really_trained_has_every_section_with_its_own_figures(
     printed = invoke(summary["run"], "--markdown").stdout
     sections = printed.split("\n## ")
     assert [section.partition("\n")[0] for section in sections[1:]] == [
+        "What to do next",
         "Five dimensions",
         "What changed",
         "Where the time went",
+        "What is lost",
+        "Three charts",
         "Loss and gradient norm",
         "Step time",
         "Optimisations",
         "Events",
         "Provenance",
     ]
-    assert f"{summary['final_loss']:.4f} nat/token" in sections[1]
-    assert summary["mfu_rule"]["window"] in sections[1]
-    assert "step 6" in sections[3]
-    assert "compute.matmul" in sections[3]
+    assert f"{summary['final_loss']:.4f} nat/token" in sections[2]
+    assert summary["mfu_rule"]["window"] in sections[2]
+    assert "step 6" in sections[4]
+    assert "compute.matmul" in sections[4]
     losses = {line["step"]: line["train/loss"] for line in open_run(summary["run"]).metrics()}
-    assert f"loss: {losses[1]:.4f} at step 1, {losses[8]:.4f} at step 8" in sections[4]
-    assert f"held-out loss at step 8: {summary['validation_loss']:.4f}" in sections[4]
-    assert "| data\\_workers | `data.num_workers=1` | yes | yes | shown" in sections[6]
-    assert f"seed: {open_run(summary['run']).manifest['seed']}" in sections[8]
+    assert f"loss: {losses[1]:.4f} at step 1, {losses[8]:.4f} at step 8" in sections[7]
+    assert f"held-out loss at step 8: {summary['validation_loss']:.4f}" in sections[7]
+    assert "| data\\_workers | `data.num_workers=1` | yes | yes | shown" in sections[9]
+    assert f"seed: {open_run(summary['run']).manifest['seed']}" in sections[11]

@@ -28,6 +28,7 @@ PLAIN = [
     "data.num_workers=0",
     "overlap.bucket_size_mb=0",
     "data.packing=pad",
+    "training.micro_batch_size=1",
 ]
 
 

@@ -12,10 +12,9 @@ from drivetrain.archive.tunes import Tune, create_tune, hold_tune, open_tune, sa
 from drivetrain.config import LoadedConfig, to_toml
 from drivetrain.tune.ladder_records import View
 from drivetrain.tune.ladder_settings import LadderSettings
-from drivetrain.tune.launcher import Launcher
 from drivetrain.tune.migrate import TARGET_FILE, LayoutGate, Migration, MigrationView
-from drivetrain.tune.session import machine_of_tune, require_resumable
-from drivetrain.tune.trainer import CommandLineTrainer, Runner
+from drivetrain.tune.session import machine_of_tune, require_resumable, trainer_of_tune
+from drivetrain.tune.trainer import Runner
 
 __all__ = ["climb_migration", "is_migration", "migration_contract", "start_migration"]
 
@@ -91,13 +90,7 @@ def climb_migration(
         if budget_s is not None:
             settings = dataclasses.replace(settings, budget_s=budget_s)
         if runner is None:
-            launcher = None if settings.launcher is None else Launcher.parse(settings.launcher)
-            if launcher is not None:
-                launcher.require_program()
-            trainer = CommandLineTrainer(
-                path.resolve() / "logs", directory=Path(document["directory"]), launcher=launcher
-            )
-            runner = owned.enter_context(trainer)
+            runner = owned.enter_context(trainer_of_tune(tune, settings))
 
         def save(migration: Migration, status: str = "running", reason: str | None = None) -> None:
             journal = migration.journal

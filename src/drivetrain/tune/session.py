@@ -23,7 +23,7 @@ from drivetrain.tune.launcher import Launcher
 from drivetrain.tune.prediction_score import goal_of, score_of_steps
 from drivetrain.tune.trainer import CommandLineTrainer, Runner
 
-__all__ = ["climb_tune", "contract", "machine_of_tune", "require_resumable", "start_tune"]
+__all__ = ["climb_tune", "contract", "machine_of_tune", "require_resumable", "start_tune", "trainer_of_tune"]
 
 
 def start_tune(
@@ -87,13 +87,7 @@ def climb_tune(
         if budget_s is not None:
             settings = dataclasses.replace(settings, budget_s=budget_s)
         if runner is None:
-            launcher = None if settings.launcher is None else Launcher.parse(settings.launcher)
-            if launcher is not None:
-                launcher.require_program()
-            trainer = CommandLineTrainer(
-                path.resolve() / "logs", directory=Path(document["directory"]), launcher=launcher
-            )
-            runner = owned.enter_context(trainer)
+            runner = owned.enter_context(trainer_of_tune(tune, settings))
 
         def save(ladder: Ladder, status: str = "running", reason: str | None = None) -> None:
             journal = ladder.bench.journal
@@ -149,6 +143,20 @@ def _shown(
         ).to_document(),
         **{one.name: getattr(view, one.name) for one in dataclasses.fields(view)},
     }
+
+
+def trainer_of_tune(tune: Tune, settings: LadderSettings) -> CommandLineTrainer:
+    """What makes the runs of a tune: the command line, in the directory it was started in, by its launcher if any.
+
+    Raises:
+        DrivetrainError: the launcher's program is not there.
+    """
+    launcher = None if settings.launcher is None else Launcher.parse(settings.launcher)
+    if launcher is not None:
+        launcher.require_program()
+    return CommandLineTrainer(
+        tune.path.resolve() / "logs", directory=Path(tune.document["directory"]), launcher=launcher
+    )
 
 
 def machine_of_tune() -> dict[str, Any]:

@@ -12,8 +12,8 @@ from drivetrain.tune.trainer import Attempt, CommandLineTrainer
 from runs_on_the_spot import Tiny
 
 ATTEMPTS = 3
-"""Of which one must come out to the tolerance. The loop's clock is that of rank 0: where a busy machine has taken its core
-from the other rank at an end of the window, the mean of both is of other moments."""
+"""Of which one must come out to the tolerance. The loop's clock is that of rank 0: where a busy machine has taken its
+core from the other rank at an end of the window, the mean of both is of other moments."""
 
 
 def attempt_of(
@@ -56,6 +56,8 @@ def test_a_block_of_one_and_of_two_processes_has_the_account_of_its_window(
         explained = sum(found.explained_s.values())
         if explained == pytest.approx(found.profiled_step_s, rel=0.05):
             break
+    assert attempt.run is not None
+    assert isinstance(found, BlockWindow)
     assert explained == pytest.approx(found.profiled_step_s, rel=0.05)
     # A change of it names it as its parent.
     if world_size == 1:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 from test_batch_loader import equal, take
 
 from drivetrain.config import RunConfig
@@ -62,6 +63,19 @@ def test_a_thread_builds_as_many_ahead_as_asked_and_no_more() -> None:
     assert [next(ahead) for _ in range(5)] == list(range(5))
     ahead.close()
     assert not ahead.alive
+
+
+def test_the_thread_takes_one_core_and_leaves_the_computation_its_own() -> None:
+    def items() -> Iterator[int]:
+        yield torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert list(Ahead(items(), 1)) == [1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_the_thread_raises_is_raised_where_the_batch_is_asked_for() -> None:

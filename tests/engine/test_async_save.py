@@ -87,6 +87,29 @@ def test_it_is_the_state_at_the_time_of_the_save(tmp_path: Path, held: threading
     assert torch.equal(found.random_state["torch_cpu"], generators)
 
 
+def test_the_writer_takes_one_core_and_leaves_training_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, cores = save_module.Attempt.write, []
+
+    def note(attempt: save_module.Attempt) -> None:
+        cores.append(torch.get_num_threads())
+        write(attempt)
+
+    monkeypatch.setattr(save_module.Attempt, "write", note)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        training = Training(OWN)
+        training.train(1)
+        saver = saver_of(training, tmp_path)
+        assert save(saver, training) == []
+        assert len(saver.finish()) == 1
+        assert (cores, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, held: threading.Event) -> None:
     training = Training(LLAMA)
     saver = saver_of(training, tmp_path)

@@ -126,7 +126,7 @@ def test_scenarios_have_documented_causes_and_say_how_they_are_made() -> None:
         assert len(set(one.causes)) == len(one.causes), one.name
         assert one.why, one.name
     assert sum(len(one.causes) == 2 for one in scenarios) >= 5
-    assert len(scenarios) >= 20
+    assert len(scenarios) >= 24
 
 
 COLLECTS = """

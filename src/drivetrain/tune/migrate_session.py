@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from drivetrain.config import LoadedConfig, to_toml
 from drivetrain.tune.ladder_records import View
 from drivetrain.tune.ladder_settings import LadderSettings
 from drivetrain.tune.migrate import TARGET_FILE, LayoutGate, Migration, MigrationView
-from drivetrain.tune.session import machine_of_tune, require_resumable, trainer_of_tune
+from drivetrain.tune.session import machine_of_tune, marked, require_resumable, trainer_of_tune
 from drivetrain.tune.trainer import Runner
 
 __all__ = ["climb_migration", "is_migration", "migration_contract", "start_migration"]
@@ -112,14 +113,8 @@ def climb_migration(
         )
         if document["status"] != "running":
             save_tune(path, {**document, "status": "running", "reason": None})
-        try:
+        with marked(path, functools.partial(save, migration)):
             migration.climb()
-        except KeyboardInterrupt:
-            save(migration, "interrupted", f"it goes on with: drivetrain tune {path}")
-            raise
-        except Exception as error:
-            save(migration, "failed", str(error) or type(error).__name__)
-            raise
         save(migration, "finished")
         return open_tune(path)
 

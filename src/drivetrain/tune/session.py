@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from drivetrain.tune.launcher import Launcher
 from drivetrain.tune.prediction_score import goal_of, score_of_steps
 from drivetrain.tune.trainer import CommandLineTrainer, Runner
 
-__all__ = ["climb_tune", "contract", "machine_of_tune", "require_resumable", "start_tune", "trainer_of_tune"]
+__all__ = [
+    "climb_tune",
+    "contract",
+    "machine_of_tune",
+    "marked",
+    "require_resumable",
+    "start_tune",
+    "trainer_of_tune",
+]
 
 
 def start_tune(
@@ -108,18 +117,12 @@ def climb_tune(
         )
         if document["status"] != "running":
             save_tune(path, {**document, "status": "running", "reason": None})
-        try:
+        with marked(path, functools.partial(save, ladder)):
             if only_plan:
                 ladder.plan()
                 save(ladder, "interrupted", f"only planned; it goes on with: drivetrain tune {path}")
                 return open_tune(path)
             ladder.climb()
-        except KeyboardInterrupt:
-            save(ladder, "interrupted", f"it goes on with: drivetrain tune {path}")
-            raise
-        except Exception as error:
-            save(ladder, "failed", str(error) or type(error).__name__)
-            raise
         save(ladder, "finished")
         return open_tune(path)
 
@@ -143,6 +146,19 @@ def _shown(
         ).to_document(),
         **{one.name: getattr(view, one.name) for one in dataclasses.fields(view)},
     }
+
+
+@contextlib.contextmanager
+def marked(path: Path, save: Callable[[str, str], None]) -> Iterator[None]:
+    """Around the work on the tune in ``path``: where it ends by an exception, ``save`` is told the status and why."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        save("interrupted", f"it goes on with: drivetrain tune {path}")
+        raise
+    except Exception as error:
+        save("failed", str(error) or type(error).__name__)
+        raise
 
 
 def trainer_of_tune(tune: Tune, settings: LadderSettings) -> CommandLineTrainer:
